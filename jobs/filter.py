@@ -1,0 +1,50 @@
+"""rollsift filter: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollsift.pipeline import recipes
+from rollsift.pipeline.batch import filter_logs
+from rollsift.pipeline.sources import discover
+from rollsift.pipeline.summary import summary
+
+from .list_recipes import SHIPPED
+from .output import printable, progress
+
+
+@click.command(
+    "filter",
+    epilog="Example: rollsift filter logs/ -r gfpo-shortest -s k=4 -o run",
+)
+@click.argument("logs", nargs=-1, required=True, metavar="LOGS...")
+@click.option("-r", "--recipe", required=True, help="a shipped recipe's name, or a YAML file")
+@click.option(
+    "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="change a key of the recipe"
+)
+@click.option("--skip-bad", is_flag=True, help="leave bad records out and list them in bad_records")
+@click.option(
+    "-o", "--out", required=True, type=click.Path(path_type=Path), help="the run folder to write"
+)
+def command(
+    logs: tuple[str, ...], recipe: str, sets: tuple[str, ...], skip_bad: bool, out: Path
+) -> None:
+    """Judge every rollout in LOGS (files, folders, globs) by a recipe; write a run folder.
+
+    Steps whose logs are unchanged are skipped, new ones added. Unusable input publishes nothing.
+    """
+    chosen = recipes.load(recipe, sets, SHIPPED)
+    found = discover(logs)
+    for note in found.notes:
+        click.echo(printable(f"note: {note}"), err=True)
+    notes: list[str] = []
+    size = sum(source.path.stat().st_size for source in found.sources)
+    with progress(size, "filter") as bar:
+        outcome = filter_logs(
+            found, chosen, out, skip_bad=skip_bad, notify=notes.append, progress=bar.update
+        )
+    for note in notes:
+        click.echo(printable(f"note: {note}"), err=True)
+    click.echo(summary(out, outcome))

@@ -1,0 +1,31 @@
+"""rollsift stats: what a log or a run holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollsift.pipeline.sources import discover
+from rollsift.pipeline.stats import stats_of_logs, stats_of_run
+from rollsift.pipeline.store import Run
+
+from .output import format_option, printable, write_rows
+
+
+@click.command("stats", epilog="Example: rollsift stats logs/")
+@click.argument("logs", nargs=-1, required=True, metavar="LOGS...|RUN")
+@format_option
+def command(logs: tuple[str, ...], format_: str) -> None:
+    """Say what was recognised in LOGS, or what RUN holds: format, steps, G, reward field, length
+    unit; then verl's metrics by their names. Reads everything, writes nothing."""
+    if len(logs) == 1 and (Path(logs[0]) / "run.json").exists():
+        found = stats_of_run(Run(Path(logs[0])))
+    else:
+        sources = discover(logs)
+        for note in sources.notes:
+            click.echo(printable(f"note: {note}"), err=True)
+        found = stats_of_logs(sources)
+    for record in found.bad[:20]:
+        click.echo(printable(f"bad: {record}"), err=True)
+    write_rows(["name", "value"], list((found.facts | found.metrics).items()), format_)

@@ -1,0 +1,23 @@
+"""From logged bytes to kept rows. The modules, in the order in which data passes them.
+
+recipes       YAML and -s to a recipe
+sources       which files are the log, a step each
+readers       bytes to rows: readers.jsonl, readers.parquet
+fields        what logged names mean
+facts         rows to light columns
+groups        which rows answer one prompt, which make one rollout
+texts         what is copied beside the light columns
+load          all of the above for one step
+expressions   row expressions: checked and evaluated DuckDB SQL
+score         what a rollout is worth
+difficulty    how hard a prompt is against the others
+select        which rollouts are kept, and why the others are not
+judge         the stages as one pure function
+tables        a judged step to its tables and manifest
+remarks       what a person should know of it
+store         the run folder: the one module that writes files
+batch         the driver: a whole log into a run
+sql           views over a run
+summary       a run in a few lines
+stats         what a log or a run holds, by verl's metric names
+"""

@@ -1,0 +1,342 @@
+"""Row expressions of recipes: DuckDB SQL over the columns of one row.
+
+`parse` checks an expression before any data is read, `evaluate` gives its value for each row,
+`numbers` and `booleans` read such values, or a logged column, as recipes do.
+
+What is allowed is listed, all else is refused. The tree that is checked is DuckDB's own, and a
+function counts as a row function where all its overloads are scalar and consistent. So a value
+depends on its row alone: not on other rows, chance, the clock or the session.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+from polars.selectors import by_dtype
+
+from rollsift.schemas.errors import RecipeError
+
+if TYPE_CHECKING:  # many a run needs no DuckDB, and importing it takes time
+    from duckdb import DuckDBPyConnection
+
+MAX_LENGTH = 10_000
+MAX_DEPTH = 200  # tried: safe on a thread's stack of 256 kB
+
+_TABLE = "the rows of a step"  # no bare name, so `rows.x` can only be field x of column rows
+_LOCKED: dict[str, str | bool | int | float | list[str]] = {
+    "enable_external_access": False,
+    "python_enable_replacements": False,
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "memory_limit": "4GB",
+    "max_temp_directory_size": "0B",
+    "preserve_insertion_order": True,
+    "max_expression_depth": MAX_DEPTH,
+}
+
+_CLASSES = re.compile(
+    "BETWEEN|CASE|CAST|COLUMN_REF|COMPARISON|CONJUNCTION|CONSTANT|FUNCTION|LAMBDA|OPERATOR|TYPE"
+)
+_OPERATORS = re.compile(
+    "ARRAY_(CONSTRUCTOR|EXTRACT|SLICE)|STRUCT_EXTRACT|COMPARE_(NOT_)?IN"
+    "|OPERATOR_(COALESCE|IS_NULL|IS_NOT_NULL|NOT|TRY)"
+)
+_TYPES = re.compile(
+    "bool(ean)?|logical|u?(tiny|small|big|huge)int|u?integer|u?int(8|16|32|64|128)|int[124]?|short"
+    "|signed|long|float[48]?|real|double|decimal|dec|numeric|(var|bp)?char|text|string|json|uuid"
+    "|blob|bit|date|time|timestamp|datetime|interval|list|array|struct|row|map"
+)
+_RESULTS = re.compile(
+    "null|boolean|u?(tiny|small|big|huge)int|u?integer|float|double|decimal|varchar"
+)
+_CLOCK = re.compile("current_(date|time|timestamp)|localtime(stamp)?")
+# Consistent by DuckDB's word, but: age(t) reads the clock, collations follow the ICU library,
+# hashes and plans follow DuckDB's version, and aggregate states are read as raw memory.
+_UNSTABLE = re.compile(
+    r"age|hash|version|(icu_)?collate_\w+|icu_\w+|json_(de)?serialize_\w+"
+    r"|combine|finalize|to_aggregate_state|__\w+"
+)
+_LIST_AGGREGATE = re.compile("((list|array)_aggr(egate)?|aggregate)")
+
+_ONE_ROW = "a row expression looks at one row only"
+_SESSION = "depends on the clock or the session, not on the row"
+_TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
+_WRONG_CLASS = {
+    "SUBQUERY": f"a subquery (= ANY is one, too) is refused; {_ONE_ROW}",
+    "WINDOW": f"OVER opens a window; {_ONE_ROW}",
+    "STAR": "* and COLUMNS() stand for many columns; name the one that is meant",
+    "PARAMETER": "a parameter (? or $1) has no value here; write the value",
+    "POSITIONAL_REFERENCE": "#1 is a place, not a name; name the column",
+    "COLLATE": "COLLATE is refused; compare lower(...) or strip_accents(...)",
+}
+_WRONG_KIND = {
+    "aggregate": f"is an aggregate; {_ONE_ROW}",
+    "window": f"is a window function; {_ONE_ROW}",
+    "VOLATILE": "can give another value at each call",
+    "CONSISTENT_WITHIN_QUERY": _SESSION,
+}
+# Overloads for timestamps with a time zone depend on that of the session, which is always UTC.
+_FUNCTIONS = """
+    SELECT lower(function_name),
+        list(DISTINCT CASE
+            WHEN function_type <> 'scalar' THEN function_type
+            WHEN stability = 'CONSISTENT_WITHIN_QUERY' AND
+                list_has_any(parameter_types, ['TIMESTAMP WITH TIME ZONE', 'TIMESTAMPTZ_NS'])
+            THEN 'CONSISTENT' ELSE stability END),
+        coalesce(list([macro_definition] || parameters) FILTER (function_type = 'macro'), [])
+    FROM duckdb_functions() WHERE function_type NOT IN ('table', 'table_macro', 'pragma')
+    GROUP BY ALL
+"""
+
+_JSON_NUMBER = r"^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?$"
+_WORDS = {
+    **{"True": 1.0, "true": 1.0, "False": 0.0, "false": 0.0},
+    **{"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A checked row expression; `bare` is the name where it is one column and nothing else."""
+
+    text: str
+    columns: frozenset[str]
+    bare: str | None = None
+
+
+class _Refused(ValueError):
+    """What is wrong with an expression, for the person who wrote it."""
+
+
+def parse(text: str, key: str) -> Expression:
+    """Check the row expression that stands under `key` in a recipe."""
+    try:
+        tree = _tree(text)
+        columns = {_folded(name): name for name in sorted(_columns_read(tree), reverse=True)}
+        for name in filter(_CLOCK.fullmatch, columns):
+            raise _Refused(f"{name} {_SESSION}")
+    except _Refused as problem:
+        raise _error(key, text, problem) from None
+    bare = tree["class"] == "COLUMN_REF" and len(tree["column_names"]) == 1
+    return Expression(text, frozenset(columns.values()), tree["column_names"][0] if bare else None)
+
+
+def resolve(expression: Expression, names: Iterable[str], key: str) -> tuple[str, ...]:
+    """Those of `names` that the expression reads, spelled as they are there."""
+    known: dict[str, list[str]] = {}
+    for name in names:
+        known.setdefault(_folded(name), []).append(name)
+    found = []
+    for name in sorted(expression.columns):
+        spelled = known.get(_folded(name), [])
+        if len(spelled) != 1:
+            many = f"{name} may be {' or '.join(spelled)}, which differ in case alone"
+            none = f"there is no column {name}{_nearest(name, known)}"
+            raise _error(key, expression.text, many if spelled else none)
+        found += spelled
+    return tuple(found)
+
+
+def evaluate(expression: Expression, rows: pl.DataFrame, key: str) -> pl.Series:
+    """The expression's value for each row, in the order of the rows."""
+    names = resolve(expression, rows.columns, key)
+    if expression.bare is not None:
+        return rows.get_column(names[0])
+    import duckdb
+
+    try:
+        with _database().cursor() as cursor:  # no other cursor sees the table
+            cursor.register(_TABLE, _handed_over(rows, names).to_arrow())
+            values = cursor.sql(f'SELECT (\n{expression.text}\n) AS value FROM "{_TABLE}"')
+            if not _RESULTS.fullmatch(values.types[0].id):
+                raise _Refused(f"it gives {values.types[0]}, not a number, true or false")
+            found: pl.DataFrame = values.pl()
+            return found.get_column("value")
+    except (duckdb.Error, _Refused) as problem:
+        raise _error(key, expression.text, problem) from None
+
+
+def numbers(values: pl.Series) -> tuple[pl.Series, int, int | None]:
+    """Values read as numbers, how many were text, and where the first is that is neither.
+
+    Text is read where it is a number in JSON's syntax, `True` or `False` (in lower case, too),
+    `NaN`, `Infinity` or `-Infinity`. What cannot be read is null.
+    """
+    if values.dtype.is_numeric() or values.dtype in (pl.Boolean, pl.Null):
+        return values.cast(pl.Float64), 0, None
+    if values.dtype not in (pl.String, pl.Categorical, pl.Enum):
+        read = pl.repeat(None, len(values), dtype=pl.Float64, eager=True)
+    else:
+        text = values.cast(pl.String).to_frame("text")
+        number = pl.when(pl.col("text").str.contains(_JSON_NUMBER)).then("text").cast(pl.Float64)
+        word = pl.col("text").replace_strict(_WORDS, default=None, return_dtype=pl.Float64)
+        read = text.select(number.fill_null(word)).to_series()
+    wrong = values.is_not_null() & read.is_null()
+    from_text = len(read) - read.null_count()
+    return read.rename(values.name), from_text, wrong.arg_max() if wrong.any() else None
+
+
+def booleans(values: pl.Series) -> tuple[pl.Series, int, int | None]:
+    """Values read as true or false, as `numbers` does it: what is not 0 is true, NaN too."""
+    if values.dtype == pl.Boolean:
+        return values, 0, None
+    read, from_text, wrong = numbers(values)
+    return read != 0, from_text, wrong
+
+
+def _tree(text: str) -> dict[str, Any]:
+    """DuckDB's own tree of one expression."""
+    if len(text) > MAX_LENGTH:
+        raise _Refused(f"it has {len(text):,} characters, more than {MAX_LENGTH:,}")
+    if text.count("(") - text.count(")") > MAX_DEPTH:  # DuckDB's parser would take minutes
+        raise _Refused("its brackets are not closed")
+    if "\0" in text:
+        raise _Refused("it holds a NUL character")
+    # One expression reads the same in brackets and without. `x, y`, `x,` do not, and `x AS y`,
+    # `x LIMIT 1`, `x; y`, `x) + (y` are errors one way or the other.
+    bare, bracketed = (_statements(f"SELECT {sql}") for sql in (f"{text}\n", f"(\n{text}\n)"))
+    if bare != bracketed:
+        raise _Refused("it is not one expression")
+    [tree] = bare[0]["node"]["select_list"]
+    return dict(tree)
+
+
+def _statements(sql: str) -> Any:
+    import duckdb
+
+    def placeless(node: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in node.items() if "location" not in name}
+
+    try:
+        with _database().cursor() as cursor:
+            [[found]] = cursor.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()
+        answer = json.loads(found, object_hook=placeless)
+    except RecursionError:
+        raise _Refused(_TOO_DEEP) from None
+    except duckdb.Error as problem:
+        raise _Refused(problem) from None
+    if answer["error"]:
+        message = answer["error_message"]
+        raise _Refused(_TOO_DEEP if "expression depth" in message else message)
+    return answer["statements"]
+
+
+def _columns_read(tree: Any, macros: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The columns that a tree reads; refuses what is not a row expression.
+
+    `macros` are those whose definitions are being read.
+    """
+    columns = set()
+    todo: list[tuple[Any, frozenset[str]]] = [(tree, frozenset())]
+    while todo:  # no recursion: trees can be deep
+        node, bound = todo.pop()
+        children = node if isinstance(node, list) else []
+        if isinstance(node, dict):
+            _check_node(node, macros)
+            children = list(node.values())
+            if node.get("syntax_type") == "LAMBDA_KEYWORD":
+                bound |= {_folded(name) for name in _columns_read(node["lhs"])}
+                children = [node["expr"]]
+            elif node.get("class") == "COLUMN_REF":
+                name, *fields = node["column_names"]
+                if _folded(name) not in bound:
+                    columns.add(name)
+                elif fields:  # which DuckDB takes for a column's, where there is one
+                    raise _Refused(f"write {name}['{fields[0]}'] for {name}.{fields[0]}")
+        todo += [(child, bound) for child in children]
+    return frozenset(columns)
+
+
+def _check_node(node: dict[str, Any], macros: frozenset[str]) -> None:
+    kind = node.get("class", "CONSTANT")
+    operator = kind == "OPERATOR"
+    if not (_OPERATORS.fullmatch(node["type"]) if operator else _CLASSES.fullmatch(kind)):
+        raise _Refused(_WRONG_CLASS.get(kind, f"{node['type']} is refused; {_ONE_ROW}"))
+    if kind == "TYPE" and not _TYPES.fullmatch(_owner(node) + node["type_name"].lower()):
+        raise _Refused(f"a cast to {_owner(node)}{node['type_name']} is refused")
+    if node.get("syntax_type") == "SINGLE_ARROW" and node["expr"]["class"] != "CONSTANT":
+        raise _Refused("write `lambda x: x + 1` for a lambda, and (a -> 'path') in brackets")
+    if kind == "FUNCTION":
+        _check_function(node, macros)
+
+
+def _check_function(node: dict[str, Any], macros: frozenset[str]) -> None:
+    name = node["function_name"].lower()
+    if owner := _owner(node):
+        raise _Refused(f"write {name}({owner[:-1]}) for {owner}{name}()")
+    if node["filter"] or node["distinct"] or node["order_bys"]["orders"]:
+        raise _Refused(f"FILTER, DISTINCT and ORDER BY are for aggregates; {_ONE_ROW}")
+    if name not in _functions():
+        raise _Refused(f"there is no row function {name}(){_nearest(name, _functions())}")
+    kinds, definitions = _functions()[name]
+    for kind in filter(_WRONG_KIND.get, sorted(kinds)):
+        raise _Refused(f"{name}() {_WRONG_KIND[kind]}")
+    if _UNSTABLE.fullmatch(name):
+        raise _Refused(f"{name}() may change with the clock, DuckDB or its libraries")
+    if _LIST_AGGREGATE.fullmatch(name):
+        _check_list_aggregate(node["arguments"])
+    for definition, *parameters in [] if name in macros else definitions:
+        try:
+            read = _columns_read(_tree(definition), macros | {name})
+        except _Refused as problem:
+            raise _Refused(f"{name}() stands for {definition}: {problem}") from None
+        if not read <= set(parameters):  # as current_timestamp is not
+            raise _Refused(f"{name}() {_SESSION}")
+
+
+def _check_list_aggregate(arguments: Sequence[dict[str, Any]]) -> None:
+    for argument in arguments[1:2]:
+        aggregate = argument["expression"].get("literal", {}).get("text", "")
+        if aggregate.lower() in ("", "reservoir_quantile"):
+            raise _Refused("name the list's aggregate in quotes; reservoir_quantile is random")
+
+
+@cache
+def _database() -> DuckDBPyConnection:
+    import duckdb
+
+    database = duckdb.connect(config=_LOCKED)
+    database.execute("SET GLOBAL TimeZone = 'UTC'")  # not GLOBAL, cursors would not have it
+    database.execute("SET GLOBAL lock_configuration = true")
+    return database
+
+
+@cache
+def _functions() -> dict[str, tuple[list[str], list[list[str]]]]:
+    """The kinds of each function's overloads, and the definitions of the macros among them."""
+    with _database().cursor() as cursor:
+        found = cursor.execute(_FUNCTIONS).fetchall()
+    return {name: (kinds, definitions) for name, kinds, definitions in found}
+
+
+def _handed_over(rows: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
+    """The columns that DuckDB is to see, in types that it knows."""
+    if not names:  # a constant has a value for each row, too
+        return pl.repeat(True, rows.height, eager=True).to_frame()
+    return rows.select(names).cast({by_dtype(pl.Float16, pl.Int128, pl.UInt128): pl.Float64})
+
+
+def _owner(node: dict[str, Any]) -> str:
+    return "".join(f"{name}." for name in (node["catalog"], node["schema"]) if name)
+
+
+def _folded(name: str) -> str:
+    """As DuckDB compares names: without the case of ASCII letters."""
+    return name.encode().lower().decode()
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(_folded(name), known)
+    return f"; the nearest are {', '.join(near)}" if near else ""
+
+
+def _error(key: str, text: str, problem: object) -> RecipeError:
+    shown = text if len(text) <= 200 else text[:200] + "..."
+    return RecipeError(f"{key}: {str(problem).partition(chr(10))[0]}, in {shown!r}")

@@ -1,0 +1,270 @@
+"""Load: one step's file to light rows in groups, with its text set aside chunk by chunk."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollsift.schemas.errors import BadRecord, InputError
+from rollsift.schemas.manifest import Manifest
+
+from .facts import Reading, facts
+from .fields import IDS, MASK, REWARDS, Fields, format_of, length_of, resolve, reward_field
+from .groups import ROW_KEY, group
+from .readers import Chunks, jsonl, parquet
+from .score import Rules
+from .sources import Source
+from .store import Spool
+from .texts import Fingerprint, joint, text_part
+
+Progress = Callable[[int], None]
+
+# Fields whose values may be of any kind, by role: they are shown as text.
+_ANY = ("prompt", "ground_truth", "step", "policy_version", "truncated")
+
+
+@dataclass(slots=True)
+class Carried:
+    """What steps hand on: the reward's field, the unit of length, the kinds of fields (the first
+    step that has a field fixes it), and the content of logs in which a batch can stand twice."""
+
+    reward: str | None = None
+    unit: str | None = None
+    kinds: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest, fingerprints: dict[str, int] | None = None) -> Carried:
+        """What the step of a manifest hands on."""
+        kinds = dict(manifest.field_types)
+        return cls(manifest.reward_field, manifest.length_unit, kinds, fingerprints or {})
+
+    def fields(self) -> Fields:
+        """The roles of all fields seen so far."""
+        return resolve(self.kinds, self.reward, None)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A step as read. `rows` are light (see facts and groups), `texts` the copied columns, none for
+    Parquet; `ids` and `group_source` name the groups; `carried` is what the next step goes by."""
+
+    rows: pl.DataFrame
+    texts: Spool | None
+    ids: pl.Series
+    format: str | None
+    group_source: str
+    length_source: str | None
+    records: int
+    digest: str
+    fingerprint: str
+    bad: list[BadRecord]
+    notes: list[str]
+    from_text: dict[str, int]
+    carried: Carried
+
+    def close(self) -> None:
+        """Let go of the text."""
+        if self.texts:
+            self.texts.close()
+
+
+def load(
+    source: Source,
+    by: Rules,
+    carried: Carried,
+    spool: Spool,
+    progress: Progress | None = None,
+    need_reward: bool = True,
+) -> Loaded:
+    """Read a step. What is wrong with records stands in `bad`.
+
+    Raises InputError where the log as a whole cannot be used: no reward, no length, no response.
+    """
+    return _Loader(source, by, carried, spool, progress, need_reward).load()
+
+
+class _Loader:
+    def __init__(
+        self,
+        source: Source,
+        by: Rules,
+        carried: Carried,
+        spool: Spool,
+        progress: Progress | None,
+        need_reward: bool = True,
+    ) -> None:
+        self.source, self.by, self.spool, self.progress = source, by, spool, progress
+        self.need_reward = need_reward
+        self.carried = replace(
+            carried, kinds=dict(carried.kinds), fingerprints=dict(carried.fingerprints)
+        )
+        self.fixed = dict(carried.kinds)
+        self.copied = source.kind == "jsonl" and not _is_parquet(source.path)
+        self.kinds: dict[str, str] = {}
+        self.by_prompt = self.copied
+
+    def load(self) -> Loaded:
+        light, bad = [_empty()], []
+        from_text: dict[str, int] = {}
+        fingerprint, length_source = Fingerprint(), None
+        reader, chunks = self._open()
+        for chunk in chunks:
+            bad += chunk.bad
+            for name, kind in chunk.kinds.items():
+                self.kinds[name] = joint(self.kinds.get(name), kind)
+            if not len(chunk.places):
+                continue
+            reading = self._reading()
+            length_source = reading.length.source
+            read = facts(replace(chunk, bad=[]), reading)
+            bad += read.bad
+            for name, count in read.from_text.items():
+                from_text[name] = from_text.get(name, 0) + count
+            light.append(read.light)
+            if reading.group_by_prompt and read.light["uid"].null_count() == len(read.light):
+                fingerprint.add(read.rows, reading.fields)
+            if self.copied:
+                self.spool.add(
+                    *text_part(read.rows, read.light["source_row"], reading.fields, chunk.kinds)
+                )
+        records, digest = reader.records, reader.digest or _sha256(self.source.path)
+        if whole := [record for record in bad if record.source_row is None]:
+            # A file cut half-way may lack any row of any group: all of it is out.
+            light, bad, records = light[:1], whole[:1], 1
+            self.spool.close()
+        rows = pl.concat(light, how="diagonal_relaxed").with_columns(
+            step=pl.lit(self.source.step, pl.Int64)
+        )
+        grouped = group(rows, self.source.file)
+        repeated = self._repeated(fingerprint.hexdigest())
+        notes = grouped.notes
+        if repeated is not None:
+            notes.append(f"{self.source.file}: the same rollouts as step {repeated} (`repeat`)")
+        return Loaded(
+            rows=grouped.rows.with_columns(repeat=pl.lit(repeated is not None)),
+            texts=self.spool if self.copied else None,
+            ids=grouped.ids,
+            format=format_of(self.kinds, self.copied, grouped.cut) if self.kinds else None,
+            group_source=grouped.source,
+            length_source=length_source,
+            records=records,
+            digest=digest,
+            fingerprint=fingerprint.hexdigest(),
+            bad=bad + grouped.bad,
+            notes=notes,
+            from_text=from_text,
+            carried=self._carry(),
+        )
+
+    def _repeated(self, fingerprint: str) -> int | None:
+        """The earlier step that holds the same rollouts, if one does."""
+        if not fingerprint:
+            return None
+        first = self.carried.fingerprints.setdefault(fingerprint, self.source.step)
+        return first if first != self.source.step else None
+
+    def _open(self) -> tuple[jsonl.Reader | parquet.Reader, Chunks]:
+        source = self.source
+        if not self.copied:
+            reader = parquet.Reader(source.path, source.file)
+            return reader, reader.chunks(self._enforced(), self._choose, self.progress)
+        lines = jsonl.Reader(source.path, source.file)
+        return lines, lines.chunks(self._enforced(), self.progress)
+
+    def _enforced(self) -> dict[str, str]:
+        """The kinds that values must be of: those of earlier steps, text where text is due."""
+        fixed = dict(self.fixed)
+        roles = self.carried.fields()
+        free = {roles.columns.get(role) for role in _ANY} | {self.carried.reward}
+        free |= {roles.find(name) for name in self.by.as_numbers | {"acc"}}
+        free |= {MASK, IDS, "response_length", self.by.recipe.length}
+        fixed |= {name: "any" for name in fixed if name in free}
+        if self.copied:
+            fixed |= dict.fromkeys(("input", "output", "uid", "completion", "response"), "string")
+        return fixed
+
+    def _choose(self, kinds: Mapping[str, str]) -> list[str]:
+        self.kinds = dict(kinds)
+        self.by_prompt = "uid" not in kinds or self._may_be_row_keys()
+        return self._reading().columns(kinds)
+
+    def _may_be_row_keys(self) -> bool:
+        """Whether the first uid has the form of verl's row keys: prompts must then be compared."""
+        with pq.ParquetFile(self.source.path) as file:
+            first = next(file.iter_batches(1, columns=["uid"]), None)
+        return first is not None and len(first) > 0 and bool(re.match(ROW_KEY, str(first[0][0])))
+
+    def _reading(self) -> Reading:
+        file, recipe = self.source.file, self.by.recipe
+        known = {**self.fixed, **self.kinds}
+        wanted = self.carried.reward or recipe.reward
+        if self.need_reward or any(name in self.kinds for name in REWARDS):
+            self.carried.reward = reward_field(self.kinds, wanted, file)
+        length = length_of(self.kinds, recipe.length, False, file)
+        self.carried.unit = self.carried.unit or length.unit
+        if length.unit != self.carried.unit:
+            raise InputError(
+                f"{file}: length would be in {length.unit}, earlier steps' is in "
+                f"{self.carried.unit}; one run has one unit: set length= or filter apart"
+            )
+        fields = resolve(known, self.carried.reward, length)
+        numbers = {fields.find(name) for name in self.by.as_numbers}
+        return Reading(
+            file=file,
+            step=self.source.step,
+            fields=fields,
+            reward=self.carried.reward or "",
+            length=length,
+            wanted=self.by.wanted,
+            as_numbers=frozenset(name for name in numbers if name),
+            group_by_prompt=self.by_prompt,
+        )
+
+    def _carry(self) -> Carried:
+        for name, kind in self.kinds.items():
+            if kind != "null":
+                word = "number" if kind in ("int", "float") else kind
+                self.carried.kinds.setdefault(name, word)
+        return self.carried
+
+
+def digest_of(source: Source, by: Rules, carried: Carried) -> str:
+    """What pins a source's content now, read as a step that `carried` goes on from would be."""
+    loader = _Loader(source, by, carried, Spool(source.path.parent), None)
+    if loader.copied:
+        return _sha256(source.path)
+    try:
+        with pq.ParquetFile(source.path) as file:
+            kinds = {field.name: parquet.kind_of(field.type) for field in file.schema_arrow}
+            return parquet.digest(source.path, file.metadata, loader._choose(kinds))
+    except (pa.ArrowException, OSError, InputError):
+        return _sha256(source.path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def _empty() -> pl.DataFrame:
+    return pl.DataFrame(
+        schema={
+            "source_row": pl.Int64, "line": pl.Int64, "uid": pl.String, "prompt": pl.String,
+            "truth": pl.String, "reward": pl.Float64, "response_length": pl.Int64,
+            "no_response": pl.Boolean, "policy_version": pl.Int64, "truncated": pl.Boolean,
+            "finish_reason": pl.String,
+        }
+    )  # fmt: skip

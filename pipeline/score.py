@@ -1,0 +1,200 @@
+"""Score: rows to rollouts, and what each rollout is worth by the recipe's row expressions.
+
+Adds to a rollout: `invalid` (why it does not count in its group, or null), `correct`, `excluded`,
+`metric` (lower ranks first), `signal` (of difficulty) and `spread` (the value whose zero variance
+is judged). Nothing here looks beyond one rollout.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+import polars as pl
+
+from rollsift.schemas.errors import InputError
+from rollsift.schemas.recipe import Recipe
+
+from .expressions import Expression, booleans, evaluate, numbers, parse
+from .fields import Fields
+
+# Names an expression can use besides logged fields -> the rollouts' own columns.
+FACTS = {
+    "step": "step",
+    "source_row": "source_row",
+    "uid": "uid",
+    "sample": "sample",
+    "reward": "reward",
+    "response_length": "response_length",
+    "policy_version": "policy_version",
+    "truncated": "truncated",
+    "finish_reason": "finish_reason",
+    "correct": "correct",
+}
+METRICS = ("response_length", "token_efficiency")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A recipe with its expressions parsed. `wanted` are the logged fields they may read."""
+
+    recipe: Recipe
+    correct: Expression | None
+    excluded: Expression | None
+    metric: Expression | None
+    signal: Expression
+    spread: Expression
+
+    @property
+    def expressions(self) -> dict[str, Expression]:
+        """Recipe key -> expression, for those that are set."""
+        found = {
+            "correct": self.correct,
+            "exclude_where": self.excluded,
+            "metric": self.metric,
+            "difficulty.of": self.signal,
+            "zero_variance_of": self.spread,
+        }
+        return {key: expression for key, expression in found.items() if expression}
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Names, in lower case, that must be read from the log for the expressions."""
+        names = {name.lower() for e in self.expressions.values() for name in e.columns}
+        if self.correct is None:
+            names.add("acc")
+        return frozenset(names - set(FACTS))
+
+    @property
+    def as_numbers(self) -> frozenset[str]:
+        """Names, in lower case, of fields that are used as a number just as they stand."""
+        bare = {e.bare for e in (self.metric, self.signal, self.spread) if e and e.bare}
+        return frozenset({name.lower() for name in bare} - set(FACTS))
+
+    def unknown(self, name: str, fields: Fields) -> str:
+        """The message for a name that no step's log has; names the keys that read it."""
+        keys = [
+            key
+            for key, expression in self.expressions.items()
+            if name in {column.lower() for column in expression.columns}
+        ]
+        known = sorted({*FACTS, *fields.columns, *fields.aliases, *fields.extras.values()})
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+        return f"{', '.join(keys)}: no field {name!r} in the logs; {hint}"
+
+
+def rules(recipe: Recipe) -> Rules:
+    """Parse a recipe's expressions; raises RecipeError that names the key."""
+
+    def parsed(text: str | None, key: str) -> Expression | None:
+        return parse(text, key) if text is not None else None
+
+    return Rules(
+        recipe,
+        correct=None if recipe.correct == "auto" else parse(recipe.correct, "correct"),
+        excluded=parsed(recipe.exclude_where, "exclude_where"),
+        metric=None if recipe.metric in METRICS else parse(recipe.metric, "metric"),
+        signal=parse(recipe.difficulty.of, "difficulty.of"),
+        spread=parse(recipe.zero_variance_of, "zero_variance_of"),
+    )
+
+
+def rollouts(rows: pl.DataFrame) -> pl.DataFrame:
+    """One row per rollout, by its number. Outputs of one session are one rollout: length their sum,
+    version their oldest, all else of the highest output; what makes one unusable makes all so."""
+    if rows["rollout"].is_sorted() and rows["rollout"].n_unique() == len(rows):
+        return rows
+    length = pl.col("response_length")
+    whole = rows.group_by("rollout").agg(
+        response_length=pl.when(length.is_not_null().all()).then(length.sum()),
+        policy_version=pl.col("policy_version").min(),
+        no_response=pl.col("no_response").any(),
+        unscored=pl.col("reward").is_null().any(),
+    )
+    last = rows.sort("output", maintain_order=True).unique("rollout", keep="last")
+    merged = last.drop("response_length", "policy_version", "no_response").join(whole, on="rollout")
+    reward = pl.when(~pl.col("unscored")).then("reward").alias("reward")
+    return merged.with_columns(reward).drop("unscored").sort("rollout")
+
+
+def score(rollouts: pl.DataFrame, by: Rules) -> pl.DataFrame:
+    """Add the scores. Raises RecipeError for an expression that cannot be evaluated, InputError
+    where max_lag is set and a version is unknown."""
+    recipe = by.recipe
+    frame = rollouts.with_columns(invalid=_invalid(rollouts, recipe))
+    frame = frame.with_columns(correct=_correct(frame, by))
+    frame = frame.with_columns(
+        excluded=_true(frame, by.excluded, "exclude_where"),
+        metric=_metric(frame, by),
+        signal=_number(frame, by.signal, "difficulty.of"),
+        spread=_number(frame, by.spread, "zero_variance_of"),
+    )
+    return frame
+
+
+def _invalid(frame: pl.DataFrame, recipe: Recipe) -> pl.Expr:
+    stale = pl.lit(False)
+    if recipe.max_lag is not None:
+        unknown = frame.filter(pl.col("policy_version").is_null() & ~pl.col("padding"))
+        if len(unknown):
+            raise InputError(
+                f"step {unknown['step'][0]}, row {unknown['source_row'][0]}: no policy_version, "
+                f"so max_lag = {recipe.max_lag} cannot be judged; log it or set max_lag=null"
+            )
+        stale = pl.col("step") - pl.col("policy_version") > recipe.max_lag
+    return (
+        pl.when("padding").then(pl.lit("padding"))
+        .when("repeat").then(pl.lit("repeat"))
+        .when(pl.col("reward").is_null()).then(pl.lit("no_reward"))
+        .when("no_response").then(pl.lit("no_response"))
+        .when(stale).then(pl.lit("stale"))
+    )  # fmt: skip
+
+
+def _inputs(frame: pl.DataFrame, expression: Expression) -> pl.DataFrame:
+    columns = {}
+    for name in expression.columns:
+        column = FACTS.get(name.lower(), f"field:{name.lower()}")
+        known = column in frame.columns
+        columns[name] = frame[column] if known else pl.repeat(None, len(frame), eager=True)
+    return pl.DataFrame(columns)
+
+
+def _values(frame: pl.DataFrame, expression: Expression, key: str) -> pl.Series:
+    inputs = _inputs(frame, expression)
+    if expression.bare:
+        return inputs[expression.bare]
+    return evaluate(expression, inputs, key)
+
+
+def _number(frame: pl.DataFrame, expression: Expression, key: str) -> pl.Series:
+    return numbers(_values(frame, expression, key))[0]
+
+
+def _true(frame: pl.DataFrame, expression: Expression | None, key: str) -> pl.Series:
+    if expression is None:
+        return pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
+    return booleans(_values(frame, expression, key))[0].fill_null(False)
+
+
+def _correct(frame: pl.DataFrame, by: Rules) -> pl.Series:
+    if by.correct:
+        return booleans(_values(frame, by.correct, "correct"))[0]
+    rewarded = frame["reward"] > 0
+    if "field:acc" not in frame.columns:
+        return rewarded
+    acc = numbers(frame["field:acc"])[0]
+    return (acc > 0).zip_with(acc.is_not_null() & acc.is_not_nan(), rewarded)
+
+
+def _metric(frame: pl.DataFrame, by: Rules) -> pl.Series:
+    """The number to rank by. token_efficiency is the paper's reward / length, negated because lower
+    ranks first; an empty response divides by 1. Adding 0.0 turns -0.0 into 0.0."""
+    if by.metric:
+        values = _number(frame, by.metric, "metric")
+    elif by.recipe.metric == "token_efficiency":
+        values = -(frame["reward"] / frame["response_length"].clip(lower_bound=1))
+    else:
+        values = frame["response_length"].cast(pl.Float64)
+    return values.fill_nan(None) + 0.0

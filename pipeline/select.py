@@ -1,0 +1,128 @@
+"""Select: scored rollouts to verdicts. A rule names a reason; the first reason that fits wins.
+
+Rules on a group look at the whole group, before any subset is taken.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from rollsift.schemas.recipe import Recipe
+
+TOLERANCE = 1e-6  # rewards that differ by no more are equal
+
+
+def select(rollouts: pl.DataFrame, groups: pl.DataFrame, recipe: Recipe) -> pl.DataFrame:
+    """Add `reason` (null where kept) and `rank` (1 first, among those that could be kept).
+
+    `rollouts` as scored, one row per rollout; `groups` by `group`, with `group_size`,
+    `mean_reward`, `difficulty`, `spread_min`, `spread_max`, `spread_count` and `k`.
+    """
+    frame = rollouts.select(
+        "rollout", "group", "invalid", "excluded", "metric", "response_length", "reward", "correct"
+    ).join(groups, on="group", how="left", maintain_order="left")
+    frame = frame.with_columns(early=_row_reasons(recipe))
+    frame = frame.with_columns(rank=_ranks(frame))
+    frame = frame.with_columns(reason=_all_reasons(recipe))
+    if recipe.min_correct or recipe.min_incorrect:
+        frame = _guard(frame, recipe)
+    if recipe.no_signal == "drop":
+        frame = _drop_without_signal(frame)
+    return rollouts.with_columns(reason=frame["reason"], rank=frame["rank"])
+
+
+def _row_reasons(recipe: Recipe) -> pl.Expr:
+    """What keeps a rollout from competing, whatever its group is like."""
+    return (
+        pl.when(pl.col("invalid").is_not_null()).then("invalid")
+        .when("excluded").then(pl.lit("excluded"))
+        .when(pl.col("response_length") < recipe.min_length).then(pl.lit("empty"))
+    )  # fmt: skip
+
+
+def _ranks(frame: pl.DataFrame) -> pl.Series:
+    """Place in the group by metric, length, source order; null for what cannot compete."""
+    order = ["group", "metric", "response_length", "rollout"]
+    competing = frame.filter(pl.col("early").is_null() & pl.col("metric").is_not_null())
+    ranked = competing.select(order).sort(order, nulls_last=True)
+    start = (pl.col("group") != pl.col("group").shift(1)).fill_null(True)
+    place = pl.int_range(pl.len())
+    ranked = ranked.with_columns(
+        rank=(place - pl.when(start).then(place).forward_fill() + 1).cast(pl.Int32)
+    )
+    numbered = ranked.select("rollout", "rank")
+    return frame.join(numbered, on="rollout", how="left", maintain_order="left")["rank"]
+
+
+def _all_reasons(recipe: Recipe) -> pl.Expr:
+    """Every reason but the guards' and no_signal, in order of precedence."""
+    nothing, mean = pl.lit(False), pl.col("mean_reward")
+    incomplete = flat = outside = nothing
+    if recipe.group_size is not None and recipe.incomplete == "drop":
+        incomplete = pl.col("group_size") != recipe.group_size
+    if recipe.zero_variance == "drop":
+        even = pl.col("spread_max") - pl.col("spread_min") <= TOLERANCE
+        flat = even & (pl.col("spread_count") > 1)
+    if recipe.min_mean is not None:
+        outside = outside | (mean < recipe.min_mean)
+    if recipe.max_mean is not None:
+        outside = outside | (mean > recipe.max_mean)
+    return (
+        pl.when(pl.col("early").is_not_null()).then("early")
+        .when(incomplete).then(pl.lit("incomplete_group"))
+        .when(flat).then(pl.lit("zero_variance"))
+        .when(outside).then(pl.lit("mean_out_of_range"))
+        .when(pl.col("k").is_null()).then(pl.lit("no_difficulty"))
+        .when(pl.col("metric").is_null()).then(pl.lit("no_metric"))
+        .when(pl.col("rank") > pl.col("k")).then(pl.lit("outranked"))
+        .cast(pl.String)
+    )  # fmt: skip
+
+
+def _guard(frame: pl.DataFrame, recipe: Recipe) -> pl.DataFrame:
+    """Swap the best-ranked correct (incorrect) rollout in for the last-ranked kept other one."""
+    reasons = frame["reason"].to_list()
+    open_ = frame.with_row_index("at").filter(
+        pl.col("reason").is_null() | (pl.col("reason") == "outranked")
+    )
+    for _, group in open_.sort("group", "rank").group_by("group", maintain_order=True):
+        at, right = group["at"].to_list(), group["correct"].to_list()
+        kept = [reason is None for reason in group["reason"]]
+        least = {True: recipe.min_correct, False: recipe.min_incorrect}
+        for wanted in (True, False):
+            for leaves, enters in _swaps(kept, right, wanted, least):
+                reasons[at[leaves]], reasons[at[enters]] = "displaced", None
+    return frame.with_columns(reason=pl.Series(reasons, dtype=pl.String))
+
+
+def _swaps(
+    kept: list[bool], right: list[bool | None], wanted: bool, least: dict[bool, int]
+) -> list[tuple[int, int]]:
+    """Swaps by rank, done in `kept`; the other guard is never broken for this one."""
+
+    def count(value: bool) -> int:
+        return sum(keep and value is r for keep, r in zip(kept, right, strict=True))
+
+    swaps = []
+    while count(wanted) < least[wanted]:
+        spare = count(not wanted) > least[not wanted]
+        enters = [i for i, keep in enumerate(kept) if not keep and right[i] is wanted]
+        leaves = [
+            i for i, keep in enumerate(kept)
+            if keep and right[i] is not wanted and (spare or right[i] is None)
+        ]  # fmt: skip
+        if not enters or not leaves:
+            break
+        kept[enters[0]], kept[leaves[-1]] = True, False
+        swaps.append((leaves[-1], enters[0]))
+    return swaps
+
+
+def _drop_without_signal(frame: pl.DataFrame) -> pl.DataFrame:
+    kept = frame.filter(pl.col("reason").is_null())
+    spread = pl.col("reward").max() - pl.col("reward").min()
+    flat = kept.group_by("group").agg(flat=spread <= TOLERANCE).filter("flat")
+    hit = pl.col("reason").is_null() & pl.col("group").is_in(flat["group"].implode())
+    return frame.with_columns(
+        reason=pl.when(hit).then(pl.lit("no_signal")).otherwise(pl.col("reason"))
+    )

@@ -1,0 +1,123 @@
+"""Which files are the log: step files found, foreign ones left out, versions resolved."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollsift.schemas.errors import InputError, UsageError
+
+STEP_FILE = re.compile(
+    r"(?:completions_)?(?P<step>\d{1,18})(?:\.v(?P<version>\d{1,9}))?"
+    r"\.(?P<kind>jsonl|parquet)(?:\.(?P<compression>gz|zst))?"
+)
+EXPECTED = "<step>.jsonl or <step>.parquet, also .jsonl.gz and .jsonl.zst"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A log file of one step. `file` is its name relative to the log root, with `/`."""
+
+    path: Path
+    file: str
+    step: int
+    version: int
+    kind: Literal["jsonl", "parquet"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """The sources of one training run in step order, the folder they lie under, and remarks."""
+
+    root: Path
+    sources: tuple[Source, ...]
+    notes: tuple[str, ...] = ()
+
+
+def discover(logs: Sequence[str | os.PathLike[str]]) -> Logs:
+    """Find the step files that `logs` names: files, folders (not their subfolders) and globs.
+
+    Raises UsageError for a path that is not there, InputError where nothing is left, where two
+    files hold the same step, and for a named file whose name tells no step.
+    """
+    files: dict[Path, Path] = {}
+    notes: list[str] = []
+    for item in logs:
+        for path in _expand(os.fspath(item)):
+            if path.is_dir():
+                found, foreign = _folder(path)
+                if foreign:
+                    notes.append(f"{path}: left out {_names(foreign)}: not step files ({EXPECTED})")
+            else:
+                found = [path]
+            files.update({file.resolve(): file for file in found})
+    if not files:
+        where = ", ".join(os.fspath(item) for item in logs)
+        raise InputError(f"{where}: no step files; expected names like {EXPECTED}")
+    root = Path(os.path.commonpath([file.absolute().parent for file in files.values()]))
+    sources = [source_at(file.absolute(), root) for file in files.values()]
+    return Logs(root, *_one_per_step(sources, notes))
+
+
+def _expand(item: str) -> list[Path]:
+    if os.path.exists(item):
+        return [Path(item)]
+    if found := sorted(glob.glob(item)):
+        return [Path(path) for path in found]
+    raise UsageError(f"{item}: no such file or folder, and no glob that matches any")
+
+
+def _folder(folder: Path) -> tuple[list[Path], list[str]]:
+    try:
+        entries = sorted(entry for entry in folder.iterdir() if not entry.is_dir())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be listed ({error.strerror})") from None
+    found = [entry for entry in entries if STEP_FILE.fullmatch(entry.name)]
+    foreign = [entry.name for entry in entries if not STEP_FILE.fullmatch(entry.name)]
+    return found, foreign
+
+
+def _names(names: Iterable[str], most: int = 5) -> str:
+    names = list(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def source_at(path: Path, root: Path) -> Source:
+    """The step file at `path`; raises InputError where its name tells no step."""
+    match = STEP_FILE.fullmatch(path.name)
+    if not match:
+        raise InputError(
+            f"{path}: the name tells no step; rename it to the step it holds, like {EXPECTED}"
+        )
+    if match["kind"] == "parquet" and match["compression"]:
+        raise InputError(f"{path}: a compressed Parquet file cannot be read in place; unpack it")
+    return Source(
+        path=path,
+        file=path.relative_to(root).as_posix(),
+        step=int(match["step"]),
+        version=int(match["version"] or 1),
+        kind="parquet" if match["kind"] == "parquet" else "jsonl",
+    )
+
+
+def _one_per_step(
+    sources: list[Source], notes: list[str]
+) -> tuple[tuple[Source, ...], tuple[str, ...]]:
+    by_step: dict[int, Source] = {}
+    for source in sorted(sources, key=lambda source: (source.step, source.version, source.file)):
+        other = by_step.get(source.step)
+        if other and (other.version == source.version or other.path.parent != source.path.parent):
+            raise InputError(
+                f"{other.path} and {source.path}: both hold step {source.step}; one run has one "
+                "file a step. Name only the one that counts, or filter the two runs apart"
+            )
+        if other:
+            notes.append(f"{source.file} supersedes {other.file}")
+        by_step[source.step] = source
+    return tuple(by_step[step] for step in sorted(by_step)), tuple(notes)

@@ -1,0 +1,1 @@
+"""The contract: columns, recipe, manifest, reasons and errors, each declared once."""
