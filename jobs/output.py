@@ -36,9 +36,8 @@ def format_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def progress(length: int, label: str) -> Any:
     """A bar on stderr for `length` bytes; nothing where stderr is no terminal."""
-    stderr = click.get_text_stream("stderr")
     show: Any = click.progressbar  # its overloads lack `hidden`
-    return show(length=length, label=label, file=stderr, hidden=not stderr.isatty())
+    return show(length=length, label=label, file=sys.stderr, hidden=not sys.stderr.isatty())
 
 
 def printable(text: str) -> str:
