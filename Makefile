@@ -21,17 +21,18 @@ setup: $(VENV)/.check $(VENV)/.test
 # The main job on the shipped logs, then what it threw away. A second run finds the steps unchanged.
 run: $(VENV)/.run
 	$(BIN)/rollsift filter data/tokens -r gfpo-shortest -o $(DEMO)
-	$(BIN)/rollsift sql $(DEMO) "SELECT step, response_length, reward, reason FROM discarded \
-	ORDER BY response_length DESC, step, source_file, source_row LIMIT 5"
+	$(BIN)/rollsift sql $(DEMO) "SELECT step, source_row, rank, response_length, reward, reason \
+	FROM discarded ORDER BY response_length DESC, step, source_row LIMIT 5"
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# make test PYTEST_ARGS="tests/test_imports.py -x"
+# make test PYTEST_ARGS="tests/test_imports.py -x". Tests that call make themselves see the same
+# environment as when a person starts pytest.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/run.py

@@ -12,7 +12,7 @@ from rollsift.pipeline.sources import discover
 from rollsift.pipeline.summary import summary
 
 from .list_recipes import SHIPPED
-from .output import printable, progress
+from .output import note, progress
 
 
 @click.command(
@@ -35,16 +35,16 @@ def command(
 
     Steps whose logs are unchanged are skipped, new ones added. Unusable input publishes nothing.
     """
-    chosen = recipes.load(recipe, sets, SHIPPED)
+    chosen = recipes.load(recipe, sets, SHIPPED, note)
     found = discover(logs)
-    for note in found.notes:
-        click.echo(printable(f"note: {note}"), err=True)
+    for text in found.notes:
+        note(text)
     notes: list[str] = []
     size = sum(source.path.stat().st_size for source in found.sources)
     with progress(size, "filter") as bar:
         outcome = filter_logs(
             found, chosen, out, skip_bad=skip_bad, notify=notes.append, progress=bar.update
         )
-    for note in notes:
-        click.echo(printable(f"note: {note}"), err=True)
+    for text in notes:
+        note(text)
     click.echo(summary(out, outcome))

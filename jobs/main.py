@@ -11,6 +11,7 @@ import click
 
 COMMANDS = {
     "filter": "keep the rollouts worth training on",
+    "sweep": "compare settings before choosing",
     "sql": "ask a run what was kept and dropped",
     "stats": "what a log or a run holds",
     "recipes": "the shipped recipes",

@@ -45,6 +45,11 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
+def note(text: str) -> None:
+    """A remark for a person, on stderr."""
+    click.echo(printable(f"note: {text}"), err=True)
+
+
 def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Rows under names in aligned columns, numbers to the right; long cells are cut."""
     shown = [[_cell(value) for value in row] for row in rows]

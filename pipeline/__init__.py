@@ -1,6 +1,7 @@
 """From logged bytes to kept rows. The modules, in the order in which data passes them.
 
 recipes       YAML and -s to a recipe
+verl_words    verl's own keys to a recipe's
 sources       which files are the log, a step each
 readers       bytes to rows: readers.jsonl, readers.parquet
 fields        what logged names mean
@@ -20,4 +21,7 @@ batch         the driver: a whole log into a run
 sql           views over a run
 summary       a run in a few lines
 stats         what a log or a run holds, by verl's metric names
+points        a grid of recipes, and what each keeps
+sweep         the driver: every point of a grid over one reading of a log, nothing stored
+chart         a sweep as a drawing
 """

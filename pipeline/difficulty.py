@@ -43,7 +43,8 @@ def group_means(values: pl.Series, groups: pl.Series, count: int) -> pl.Series:
     known = np.isfinite(x) & groups.is_not_null().to_numpy()
     x, codes = x[known], groups.to_numpy()[known].astype(np.int64)
     counts = np.bincount(codes, minlength=count)
-    scaled = x * _SCALE
+    with np.errstate(over="ignore"):
+        scaled = x * _SCALE
     largest = np.abs(scaled).max(initial=0.0) * counts.max(initial=0)
     if largest < float(1 << 53) and bool((scaled == np.rint(scaled)).all()):
         sums = np.bincount(codes, weights=scaled, minlength=count) / _SCALE
@@ -191,7 +192,7 @@ def thresholds(estimator: Estimator, earlier: int) -> Thresholds:
 def buckets(difficulties: pl.Series, edges: Thresholds, warmup: int) -> pl.Series:
     """very_hard below q25, hard below q50, medium below q75, else easy; null without difficulty."""
     d = pl.col("d")
-    if edges.earlier < warmup:
+    if edges.earlier < warmup or edges.q25 is None:
         named: Any = pl.when(d.is_not_null()).then(pl.lit("warmup"))
     else:
         named = (

@@ -19,15 +19,17 @@ from .fields import IDS, MASK, PROMPT_IDS, Fields, Length
 from .readers import Chunk
 
 TRUE_TEXT = ("True", "true", "False", "false")
+_NUMBER_KINDS = {"Boolean": "bool", "Int64": "int", "Float64": "float"}
 
 
 @dataclass(slots=True)
 class Facts:
-    """The light columns of a chunk, its rows as logged (without the bad ones), what was wrong, and
-    how many values of which field were read as numbers from text."""
+    """The light columns of a chunk, its rows as logged (without the bad ones) and what their fields
+    hold, what was wrong, and how many values of which field were read as numbers from text."""
 
     light: pl.DataFrame
     rows: pl.DataFrame
+    kinds: dict[str, str]
     bad: list[BadRecord]
     from_text: dict[str, int] = field(default_factory=dict)
 
@@ -67,6 +69,7 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     rows, columns = chunk.rows, reading.fields.columns
     light: dict[str, pl.Series] = {}
     from_text: dict[str, int] = {}
+    kinds = dict(chunk.kinds)
 
     def logged(column: str) -> pl.Series | None:
         return rows[columns[column]] if columns.get(column) in rows.columns else None
@@ -74,9 +77,7 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     def number(name: str) -> pl.Series:
         if name not in rows.columns:
             return pl.repeat(None, len(rows), dtype=pl.Float64, eager=True)
-        found = rows[name]
-        if chunk.kinds.get(name) == "mixed":  # JSON text, where strings stand in quotes
-            found = found.str.replace(r'(?s)^"(.*)"$', "$1")
+        found = _unquoted(rows[name], chunk.kinds.get(name))
         values, texts, _ = numbers(found)
         check.refuse(found.is_not_null() & values.is_null(), name, "a number", found)
         if texts:
@@ -109,12 +110,15 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
         field = reading.fields.find(wanted)
         if field is None or field not in rows.columns:
             continue
-        if field in reading.as_numbers:
-            rows = rows.with_columns(_as_read(rows[field], number(field)))
+        # What is used as a number must be one; `acc` is merely looked at, if it is one.
+        found = _unquoted(rows[field], kinds.get(field))
+        if field in reading.as_numbers or (wanted == "acc" and numbers(found)[2] is None):
+            rows = rows.with_columns(_as_read(found, number(field)))
+            kinds[field] = _NUMBER_KINDS.get(str(rows[field].dtype), kinds[field])
         light[f"field:{wanted}"] = rows[field]
     frame = chunk.places.with_columns(**light)
     good = ~check.wrong
-    return Facts(frame.filter(good), rows.filter(good), chunk.bad + check.bad, from_text)
+    return Facts(frame.filter(good), rows.filter(good), kinds, chunk.bad + check.bad, from_text)
 
 
 class _Check:
@@ -208,11 +212,16 @@ def _tokens(rows: pl.DataFrame, held: Sequence[str], check: _Check) -> tuple[pl.
     return inner.list.sum().set(gone, None), gone
 
 
+def _unquoted(values: pl.Series, kind: str | None) -> pl.Series:
+    """Mixed values are JSON text, in which strings stand in quotes."""
+    return values.str.replace(r'(?s)^"(.*)"$', "$1") if kind == "mixed" else values
+
+
 def _as_read(values: pl.Series, read: pl.Series) -> pl.Series:
     """A field used as a number, as it is shown: bools, integers or floats, also from text."""
     if values.dtype != pl.String:
         return values
-    if values.drop_nulls().str.strip_chars('"').is_in(TRUE_TEXT).all():
+    if values.drop_nulls().is_in(TRUE_TEXT).all():
         return (read != 0).alias(values.name)
     whole = read.cast(pl.Int64, strict=False)
     exact = (whole.cast(pl.Float64) == read).fill_null(read.is_null())

@@ -109,6 +109,7 @@ class _Loader:
         self.fixed = dict(carried.kinds)
         self.copied = source.kind == "jsonl" and not _is_parquet(source.path)
         self.kinds: dict[str, str] = {}
+        self.as_read: dict[str, str] = {}  # kinds of text fields that were read as numbers
         self.by_prompt = self.copied
 
     def load(self) -> Loaded:
@@ -129,11 +130,14 @@ class _Loader:
             for name, count in read.from_text.items():
                 from_text[name] = from_text.get(name, 0) + count
             light.append(read.light)
+            for name, kind in read.kinds.items():
+                if kind != chunk.kinds.get(name):
+                    self.as_read[name] = joint(self.as_read.get(name), kind)
             if reading.group_by_prompt and read.light["uid"].null_count() == len(read.light):
                 fingerprint.add(read.rows, reading.fields)
             if self.copied:
                 self.spool.add(
-                    *text_part(read.rows, read.light["source_row"], reading.fields, chunk.kinds)
+                    *text_part(read.rows, read.light["source_row"], reading.fields, read.kinds)
                 )
         records, digest = reader.records, reader.digest or _sha256(self.source.path)
         if whole := [record for record in bad if record.source_row is None]:
@@ -188,7 +192,7 @@ class _Loader:
         free |= {MASK, IDS, "response_length", self.by.recipe.length}
         fixed |= {name: "any" for name in fixed if name in free}
         if self.copied:
-            fixed |= dict.fromkeys(("input", "output", "uid", "completion", "response"), "string")
+            fixed |= dict.fromkeys(("input", "output", "uid", "completion", "response"), "text")
         return fixed
 
     def _choose(self, kinds: Mapping[str, str]) -> list[str]:
@@ -229,7 +233,7 @@ class _Loader:
         )
 
     def _carry(self) -> Carried:
-        for name, kind in self.kinds.items():
+        for name, kind in (self.kinds | self.as_read).items():
             if kind != "null":
                 word = "number" if kind in ("int", "float") else kind
                 self.carried.kinds.setdefault(name, word)

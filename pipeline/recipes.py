@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,30 @@ import yaml
 from rollsift.schemas.errors import RecipeError
 from rollsift.schemas.recipe import Difficulty, KPerBucket, Recipe, resolve
 
+from . import verl_words
+
 NESTED: dict[str, type[msgspec.Struct]] = {"k": KPerBucket, "difficulty": Difficulty}
 _NULLS = ("", "null", "Null", "NULL", "~")
 
 
-def load(name: str, sets: Sequence[str], shipped: Traversable) -> Recipe:
+def load(
+    name: str,
+    sets: Sequence[str],
+    shipped: Traversable,
+    notify: Callable[[str], None] = lambda _: None,
+) -> Recipe:
     """The recipe that `name` means (a shipped one's name, or a file), with `sets` applied.
 
-    Raises RecipeError naming the key, what was found and the nearest known key.
+    The file may be verl's: `notify` then takes what was understood. Raises RecipeError naming the
+    key, what was found and the nearest known key.
     """
     text, origin = _find(name, shipped)
-    values = {"name": Path(origin).stem} | _plain(text, origin)
+    values = verl_words.overrides(text) or _plain(text, origin)
+    if verl_words.speaks(values):
+        values, notes = verl_words.understand(values)
+        for note in notes:
+            notify(note)
+    values = {"name": Path(origin).stem} | values
     for item in sets:
         key, found, value = item.partition("=")
         if not found:

@@ -190,11 +190,11 @@ def _correct(frame: pl.DataFrame, by: Rules) -> pl.Series:
 
 def _metric(frame: pl.DataFrame, by: Rules) -> pl.Series:
     """The number to rank by. token_efficiency is the paper's reward / length, negated because lower
-    ranks first; an empty response divides by 1. Adding 0.0 turns -0.0 into 0.0."""
+    ranks first; an empty response divides by 1; -0.0 is 0.0."""
     if by.metric:
         values = _number(frame, by.metric, "metric")
     elif by.recipe.metric == "token_efficiency":
         values = -(frame["reward"] / frame["response_length"].clip(lower_bound=1))
     else:
         values = frame["response_length"].cast(pl.Float64)
-    return values.fill_nan(None) + 0.0
+    return values.fill_nan(None).set(values == 0, 0.0)

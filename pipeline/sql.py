@@ -7,13 +7,14 @@ query can see: its columns by name, or all of them where it says `*`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rollsift.schemas.columns import BAD_RECORDS, GROUPS, ROLLOUTS, STEPS
+from rollsift.schemas.columns import BAD_RECORDS, GROUPS, ROLLOUTS, VIEWS
 from rollsift.schemas.errors import InputError, UsageError
 from rollsift.schemas.reasons import NOT_COUNTED
 
@@ -34,15 +35,25 @@ def query(run: Run, text: str, parameters: Mapping[str, Any] | None = None) -> D
     """
     import duckdb
 
-    connection = duckdb.connect(config={"python_enable_replacements": "false"})
     try:
         _check_one_select(text)
-        views = _Views(run, connection, _named(connection, text))
-        for name, definition in views.definitions():
-            connection.execute(f"CREATE TEMP VIEW {name} AS {definition}")
-        return connection.execute(text, dict(parameters) if parameters else None)
+        values = dict(parameters) if parameters else None
+        connection = duckdb.connect(config={"python_enable_replacements": "false"})
+        seen = _seen(connection, text)
+        try:
+            return _with_views(run, connection, seen).execute(text, values)
+        except duckdb.BinderException:
+            # Over all columns DuckDB can say which name was perhaps meant.
+            return _with_views(run, connection, _Seen()).execute(text, values)
     except duckdb.Error as error:
         raise UsageError(f"SQL: {error}") from None
+
+
+def _with_views(run: Run, connection: DuckDBPyConnection, seen: _Seen) -> DuckDBPyConnection:
+    views = _Views(run, connection, seen)
+    for name in views.needed():
+        connection.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {views.definition(name)}")
+    return connection
 
 
 def _check_one_select(text: str) -> None:
@@ -55,52 +66,69 @@ def _check_one_select(text: str) -> None:
         raise UsageError(f"SQL: expected one SELECT, found {found}; a run is only read")
 
 
-def _named(connection: DuckDBPyConnection, text: str) -> frozenset[str] | None:
-    """The column names that a query mentions, in lower case; None for all of them."""
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a query can see: tables and columns by name, in lower case; None for all of them."""
+
+    tables: frozenset[str] | None = None
+    columns: frozenset[str] | None = None
+
+
+def _seen(connection: DuckDBPyConnection, text: str) -> _Seen:
     row = connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [text]).fetchone()
     tree = json.loads(row[0]) if row else {"error": True}
     if tree["error"]:
-        return None  # EXPLAIN and what cannot be serialised
-    names: set[str] = set()
+        return _Seen()  # EXPLAIN and what cannot be serialised
+    columns: set[str] = set()
     tables: set[str] = set()
+    everything = False
     pending: list[Any] = [tree]
     while pending:
         node = pending.pop()
         if isinstance(node, list):
             pending += node
         elif isinstance(node, dict):
-            if node.get("class") == "STAR" or node.get("join_type") == "NATURAL":
-                return None
-            names.update(name.lower() for name in node.get("column_names") or ())
-            names.update(name.lower() for name in node.get("using_columns") or ())
-            if node.get("type") == "BASE_TABLE":
-                tables |= {node["table_name"].lower(), node["alias"].lower()}
+            everything |= node.get("class") == "STAR" or node.get("join_type") == "NATURAL"
+            columns.update(node.get("column_names") or ())
+            columns.update(node.get("using_columns") or ())
+            if table := node.get("table_name"):
+                tables |= {table.lower(), node.get("alias", "").lower()}
             pending += node.values()
-    # A view's own name as a value is the whole row; qualified columns merely lose the short cut.
-    return None if names & tables else frozenset(names)
+    columns = {name.lower() for name in columns}
+    # A view's own name as a value is the whole row.
+    everything = everything or bool(columns & tables)
+    listing = "show_type" in str(tree)  # SHOW and DESCRIBE
+    return _Seen(None if listing else frozenset(tables), None if everything else frozenset(columns))
 
 
 class _Views:
     """Definitions of the views over the newest version of each step."""
 
-    def __init__(
-        self, run: Run, connection: DuckDBPyConnection, named: frozenset[str] | None
-    ) -> None:
-        self.run, self.connection, self.named = run, connection, named
+    def __init__(self, run: Run, connection: DuckDBPyConnection, seen: _Seen) -> None:
+        self.run, self.connection, self.seen = run, connection, seen
         self.steps = list(run.steps().values())
         self.root = Path(run.info.log_root)
 
-    def definitions(self) -> Iterable[tuple[str, str]]:
-        yield "rollouts", self._rollouts()
-        yield "kept", "SELECT * FROM rollouts WHERE kept"
-        yield "discarded", "SELECT * FROM rollouts WHERE NOT kept"
-        groups = ", ".join(column.name for column in GROUPS)
-        yield "groups", f"SELECT {groups} FROM {self._tables('groups')}"
-        yield "steps", self._steps()
-        yield "bad_records", self._bad_records()
+    def needed(self) -> list[str]:
+        """The views that the query names, each after those that it is made from."""
+        wanted = VIEWS if self.seen.tables is None else self.seen.tables & set(VIEWS)
+        base = ["rollouts"] if {"kept", "discarded"} & set(wanted) else []
+        return list(dict.fromkeys(base + sorted(wanted, key=list(VIEWS).index)))
+
+    def definition(self, name: str) -> str:
+        """The SELECT that a view stands for."""
+        if name in ("kept", "discarded"):
+            return f"SELECT * FROM rollouts WHERE {'' if name == 'kept' else 'NOT '}kept"
+        if name == "groups" and self.steps:
+            columns = ", ".join(column.name for column in GROUPS)
+            return f"SELECT {columns} FROM {self._tables('groups')}"
+        makers = {
+            "rollouts": self._rollouts, "steps": self._steps, "bad_records": self._bad_records,
+        }  # fmt: skip
+        return makers[name]() if self.steps else _no_rows(VIEWS[name])
 
     def _wants(self, name: str) -> bool:
-        return self.named is None or name.lower() in self.named
+        return self.seen.columns is None or name.lower() in self.seen.columns
 
     def _tables(self, kind: str, steps: Sequence[Step] | None = None, union: bool = False) -> str:
         paths = [
@@ -110,8 +138,6 @@ class _Views:
         return _read(paths, "union_by_name = true" if union else "")
 
     def _rollouts(self) -> str:
-        if not self.steps:
-            return _no_rows(ROLLOUTS)
         copied = [step for step in self.steps if _is_copied(step)]
         referenced = [step for step in self.steps if not _is_copied(step)]
         parts = []
@@ -141,7 +167,8 @@ class _Views:
             shown.append("r.kept")
         source = f"{self._tables('rollouts', steps, union=bool(texts) and not join)} r {join}"
         if from_groups:
-            source += f' LEFT JOIN {self._tables("groups", steps)} g USING (step, "group")'
+            same = 'r.step = g.step AND r."group" = g."group"'
+            source += f" LEFT JOIN {self._tables('groups', steps)} g ON {same}"
         return f"SELECT {', '.join(shown)} FROM {source}"
 
     def _fields(self, steps: Sequence[Step]) -> Fields:
@@ -229,8 +256,6 @@ class _Views:
             for s in self.steps
             for c in [s.manifest.counts]
         )
-        if not values:
-            return _no_rows(STEPS)
         uncounted = ", ".join(_literal(reason) for reason in NOT_COUNTED)
         return f"""
             WITH counts(step, rows, kept, dropped, bad_records) AS (VALUES {values}),

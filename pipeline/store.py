@@ -102,6 +102,15 @@ class Run:
         path = self.table("groups", step.step, step.version)
         return pl.read_parquet(path, columns=["difficulty"])["difficulty"]
 
+    def _strangers(self) -> str:
+        """What shows that the folder is somebody else's, empty if nothing does."""
+        if not self.path.is_dir():
+            return "no folder but a file"
+        ours = {"run.json", "manifests", ".lock", ".staging", *TABLES}
+        return ", ".join(
+            sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)[:3]
+        )
+
     @contextmanager
     def writing(self, info: RunInfo) -> Iterator[Writer]:
         """Hold the folder for writing: made if need be, leftovers swept, one writer at a time.
@@ -109,6 +118,8 @@ class Run:
         Raises UsageError naming the first key of the recipe that differs from the run's own.
         """
         fresh = not self.path.exists()
+        if not fresh and (strange := self._strangers()):
+            raise UsageError(f"{self.path}: no run folder, it holds {strange}; choose another -o")
         for folder in ("manifests", *TABLES):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("w") as lock:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import polars as pl
 
 from rollsift.schemas.columns import ROLLOUTS
+from rollsift.schemas.errors import RollsiftError
 from rollsift.schemas.manifest import FORMAT, Counts, Manifest, Thresholds
 from rollsift.schemas.manifest import Source as Pinned
 from rollsift.schemas.reasons import NOT_COUNTED, REASONS
@@ -76,7 +77,7 @@ def manifest_of(
         reward_field=loaded.carried.reward,
         field_types=loaded.carried.kinds,
         thresholds=Thresholds(_text(edges.q25), _text(edges.q50), _text(edges.q75), edges.seen),
-        counts=_counts(loaded, judged),
+        counts=_counts(source, loaded, judged),
         source=[0] * len(kept),
         row=kept["source_row"].to_list(),
         offsets=[0, *groups["kept"].cum_sum().to_list()],
@@ -89,13 +90,14 @@ def _text(value: float | None) -> str | None:
     return None if value is None else repr(value)
 
 
-def _counts(loaded: Loaded, judged: Judged) -> Counts:
+def _counts(source: Source, loaded: Loaded, judged: Judged) -> Counts:
     found = dict(judged.rows["reason"].drop_nulls().value_counts().iter_rows())
     dropped = {reason: found[reason] for reason in REASONS if reason in found}
     kept = int(judged.rows["kept"].sum())
     rows = kept + sum(dropped.values()) + len(loaded.bad)
     if rows != loaded.records:
-        raise AssertionError(
-            f"rows {loaded.records} != kept {kept} + dropped {dropped} + bad {len(loaded.bad)}"
+        parts = f"kept {kept}, dropped {dropped}, bad {len(loaded.bad)}"
+        raise RollsiftError(
+            f"{source.file}: {loaded.records} rows are not {parts}: a fault of rollsift; report it"
         )
     return Counts(rows, kept, dropped, len(loaded.bad))

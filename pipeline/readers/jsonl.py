@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -19,7 +20,8 @@ import pyarrow as pa
 
 from rollsift.schemas.errors import BadRecord
 
-from . import Chunk, Chunks
+from . import Chunk, Chunks, flat
+from .records import chunk, word
 
 BLOCK = 4 << 20  # bytes read at a time
 CHUNK = 16 << 20  # bytes of records in a chunk
@@ -29,11 +31,6 @@ MAX_DEPTH = 64
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 _MAGIC: dict[bytes, Literal["gzip", "zstd"]] = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}
-_KINDS = {bool: "bool", int: "int", float: "float", str: "string", list: "nested", dict: "nested"}
-_DTYPES = {
-    "null": pl.Null(), "bool": pl.Boolean(), "int": pl.Int64(), "float": pl.Float64(),
-    "string": pl.String(), "nested": pl.String(), "mixed": pl.String(),
-}  # fmt: skip
 
 
 class _Unusable(Exception):
@@ -59,70 +56,47 @@ class Reader:
         A value of another kind makes its record bad. Never raises for content: what is wrong stands
         in the chunks' `bad`, a whole file as a record without a row.
         """
+        with self.path.open("rb", buffering=0) as raw, ThreadPoolExecutor(1) as hasher:
+            hashing = _Hashing(raw, progress, hasher)
+            try:
+                for line, start, data in _pieces(hashing):
+                    yield self._flat(data, line, kinds) or self._lines(data, line, start, kinds)
+            except (_Unusable, OSError) as error:
+                bad = BadRecord(self.file, None, None, None, f"cannot be read: {error}")
+                yield chunk(self.file, [], [], [bad], kinds)
+            hashing.drain()
+        self.digest = hashing.sha256.hexdigest()
+
+    def _flat(self, data: bytes, line: int, kinds: Mapping[str, str]) -> Chunk | None:
+        read = flat.read(data, kinds) if len(data) <= MAX_RECORD else None
+        if read is None:
+            return None
+        first, self.records = self.records, self.records + len(read[0])
+        rows = pl.int_range(first, self.records, eager=True)
+        return Chunk(pl.DataFrame({"source_row": rows, "line": rows - first + line + 1}), *read)
+
+    def _lines(self, data: bytes, line: int, start: int, kinds: Mapping[str, str]) -> Chunk:
         rows: list[dict[str, Any]] = []
         places: list[tuple[int, int]] = []
         bad: list[BadRecord] = []
-        held = 0
-        with self.path.open("rb", buffering=0) as raw:
-            hashing = _Hashing(raw, progress)
+        for at, offset, text in _lines(data, line, start):
+            row = self.records
+            self.records += 1
             try:
-                for line, start, data, whole in _lines(hashing):
-                    row = self.records
-                    self.records += 1
-                    try:
-                        rows.append(_record(data, start))
-                        places.append((row, line))
-                    except _Unusable as error:
-                        # Only a record without its line feed can have been cut.
-                        at = row if whole else None
-                        bad.append(BadRecord(self.file, at, line, error.field, str(error)))
-                    held += len(data)
-                    if held >= CHUNK:
-                        yield self._chunk(rows, places, bad, kinds)
-                        rows, places, bad, held = [], [], [], 0
-            except (_Unusable, OSError) as error:
-                bad.append(BadRecord(self.file, None, None, None, f"cannot be read: {error}"))
-            hashing.drain()
-            self.digest = hashing.sha256.hexdigest()
-        yield self._chunk(rows, places, bad, kinds)
-
-    def _chunk(
-        self,
-        rows: list[dict[str, Any]],
-        places: list[tuple[int, int]],
-        bad: list[BadRecord],
-        kinds: Mapping[str, str],
-    ) -> Chunk:
-        names = dict.fromkeys(name for row in rows for name in row)
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        wrong: dict[int, BadRecord] = {}
-        for name, values in columns.items():
-            for index, found in _misfits(values, kinds.get(name)):
-                reason = f"found {found}, expected {kinds[name]} as in earlier steps"
-                record, line = places[index]
-                wrong.setdefault(index, BadRecord(self.file, record, line, name, reason))
-        if wrong:
-            good = [index for index in range(len(rows)) if index not in wrong]
-            columns = {name: [values[i] for i in good] for name, values in columns.items()}
-            places = [places[index] for index in good]
-            bad = bad + list(wrong.values())
-        found_kinds = {
-            name: "mixed" if kinds.get(name) == "mixed" else kind_of(values)
-            for name, values in columns.items()
-        }
-        data = [column(name, values, found_kinds[name]) for name, values in columns.items()]
-        numbers = [
-            pl.Series("source_row", [row for row, _ in places], pl.Int64),
-            pl.Series("line", [line for _, line in places], pl.Int64),
-        ]
-        return Chunk(pl.DataFrame(numbers), pl.DataFrame(data), found_kinds, bad)
+                rows.append(_record(text, offset))
+                places.append((row, at))
+            except _Unusable as error:
+                # Only a record without its line feed can have been cut.
+                whole = row if data.endswith(b"\n") else None
+                bad.append(BadRecord(self.file, whole, at, error.field, str(error)))
+        return chunk(self.file, rows, places, bad, kinds)
 
 
 class _Hashing(io.RawIOBase):
     """Passes a file through, hashing what is read, so that one read serves digest and parse."""
 
-    def __init__(self, raw: BinaryIO | io.FileIO, progress: Any) -> None:
-        self.raw, self.progress = raw, progress
+    def __init__(self, raw: BinaryIO | io.FileIO, progress: Any, hasher: Executor) -> None:
+        self.raw, self.progress, self.hasher = raw, progress, hasher
         self.sha256 = hashlib.sha256()
         self.count = 0
 
@@ -131,7 +105,7 @@ class _Hashing(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         data = self.raw.read(size) or b""
-        self.sha256.update(data)
+        self.hasher.submit(self.sha256.update, data)
         self.count += len(data)
         if self.progress:
             self.progress(len(data))
@@ -176,27 +150,47 @@ class _Rejoined(io.RawIOBase):
         return data
 
 
-def _lines(file: _Hashing) -> Iterator[tuple[int, int, bytes, bool]]:
-    """Line from 1, byte offset, content, whether it had a line feed; blank lines left out."""
-    line, offset, rest = 0, 0, b""
-    for block in _blocks(file):
-        pieces = (rest + block).split(b"\n")
-        rest = pieces.pop()
-        for piece in pieces:
-            line += 1
-            if len(piece) > MAX_RECORD:
-                raise _too_long(line, len(piece))
-            if piece.strip(b" \t\r") not in (b"", b"\xef\xbb\xbf"):
-                yield line, offset, piece, True
-            offset += len(piece) + 1
-        if len(rest) > MAX_RECORD:
-            raise _too_long(line + 1, len(rest))
-    if rest.strip(b" \t\r"):
-        yield line + 1, offset, rest, False
+def _pieces(file: _Hashing) -> Iterator[tuple[int, int, bytes]]:
+    """Whole lines, about CHUNK bytes at a time, last what has no line feed: the lines and bytes
+    before them, and they themselves."""
+    line, offset, held, size, tail = 0, 0, [], 0, 0
+    failure: Exception | None = None
+    blocks = _blocks(file)
+    while True:
+        try:
+            block = next(blocks, b"")
+        except (_Unusable, OSError) as error:  # what came before it still counts
+            block, failure = b"", error
+        cut = block.rfind(b"\n") + 1
+        tail = len(block) - cut + (0 if cut else tail)
+        held.append(block)
+        size += len(block)
+        if size - tail >= CHUNK or not block or tail > MAX_RECORD:
+            data = b"".join(held)
+            whole, rest = data[: size - tail], data[size - tail :]
+            if whole:
+                yield line, offset, whole
+                line, offset = line + whole.count(b"\n"), offset + len(whole)
+            if tail > MAX_RECORD:
+                raise _too_long(line + 1, tail)
+            held, size = [rest], tail
+        if failure:
+            raise failure
+        if not block:
+            if held[0]:
+                yield line, offset, held[0]
+            return
 
 
-def _too_long(line: int, size: int) -> _Unusable:
-    return _Unusable(f"line {line} has more than {MAX_RECORD >> 20} MiB; no record is that long")
+def _lines(data: bytes, line: int, offset: int) -> Iterator[tuple[int, int, bytes]]:
+    """Line from 1, byte offset and content of each line; blank lines left out."""
+    for text in data.split(b"\n"):
+        line += 1
+        if len(text) > MAX_RECORD:
+            raise _too_long(line, len(text))
+        if text.strip(b" \t\r") not in (b"", b"\xef\xbb\xbf"):
+            yield line, offset, text
+        offset += len(text) + 1
 
 
 def _record(data: bytes, start: int) -> dict[str, Any]:
@@ -216,7 +210,7 @@ def _record(data: bytes, start: int) -> dict[str, Any]:
     except ValueError as error:  # an integer of thousands of digits
         raise _Unusable(f"byte {start}: not a number that can be read ({error})") from None
     if not isinstance(value, dict):
-        raise _Unusable(f"byte {start}: found {_word(value)}, expected an object")
+        raise _Unusable(f"byte {start}: found {word(value)}, expected an object")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise _Unusable(f"byte {start}: {_TOO_DEEP}")
     if b"\\ud" in data or b"\\uD" in data:
@@ -250,59 +244,3 @@ def _check_surrogates(value: dict[str, Any], start: int) -> None:
             raise _Unusable(
                 f"byte {start}: half of a surrogate pair, which is no text", name
             ) from None
-
-
-def _word(value: Any) -> str:
-    words = {bool: "a bool", int: "a number", float: "a number", str: "text", list: "a list"}
-    return "null" if value is None else words.get(type(value), "an object")
-
-
-def kind_of(values: Sequence[Any]) -> str:
-    """What a field holds: null, bool, int, float, string, nested (lists, objects) or mixed."""
-    kinds = {_KINDS[found] for found in set(map(type, values)) if found is not type(None)}
-    if kinds <= {"int", "float"} and kinds:
-        # Integers that the column could not hold exactly are kept as JSON text.
-        limit = 1 << 53 if "float" in kinds else 1 << 63
-        exact = all(not isinstance(value, int) or -limit <= value < limit for value in values)
-        return "mixed" if not exact else "float" if "float" in kinds else "int"
-    return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "null"
-
-
-def column(name: str, values: Sequence[Any], kind: str) -> pl.Series:
-    """Values of a kind as a Polars column; nested and mixed ones as JSON text."""
-    if kind in ("nested", "mixed"):
-        values = [None if value is None else json_text(value) for value in values]
-    elif kind == "float":
-        values = [None if value is None else float(value) for value in values]
-    return pl.Series(name, values, _DTYPES[kind], strict=True)
-
-
-def json_text(value: Any) -> str:
-    """JSON text of a parsed value, keys in their order; non-finite numbers as strings."""
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
-    except ValueError:
-        return json_text(_finite(value))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and value - value != 0 else value
-
-
-def _misfits(values: Sequence[Any], kind: str | None) -> Iterator[tuple[int, str]]:
-    """The values that are not of the kind, by position, each with what it is."""
-    allowed: dict[str, tuple[type, ...]] = {
-        "bool": (bool,), "number": (int, float), "string": (str,), "nested": (list, dict),
-    }  # fmt: skip
-    if kind not in allowed:
-        return
-    types = {type(None), *allowed[kind]}
-    if set(map(type, values)) <= types:
-        return
-    for index, value in enumerate(values):
-        if type(value) not in types:
-            yield index, _word(value)

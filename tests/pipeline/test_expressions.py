@@ -357,6 +357,12 @@ def test_tables_and_hidden_columns_are_not_seen(text):
         evaluate(parse(text, "metric"), ROWS, "metric")
 
 
+def test_a_field_is_never_taken_for_another_column():
+    """`rows.x` is field x of the column rows, though the rows have a column x, too."""
+    rows = pl.DataFrame({"rows": [{"x": 5}], "x": [1]})
+    assert evaluate(parse("rows.x + 0 * x", "metric"), rows, "metric").to_list() == [5]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -1,0 +1,85 @@
+"""rollsift sweep: many settings compared, nothing stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollsift.pipeline import recipes
+from rollsift.pipeline.chart import chart
+from rollsift.pipeline.points import COLUMNS, Point, grid
+from rollsift.pipeline.sources import discover
+from rollsift.pipeline.sweep import sweep
+
+from .list_recipes import SHIPPED
+from .output import note, progress, write_rows
+
+
+@click.command(
+    "sweep",
+    epilog="Example: rollsift sweep logs/ -r gfpo-shortest --grid k=2,4,8 "
+    "--grid metric=response_length,token_efficiency",
+)
+@click.argument("logs", nargs=-1, required=True, metavar="LOGS...")
+@click.option("-r", "--recipe", required=True, help="a shipped recipe's name, or a YAML file")
+@click.option(
+    "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="change a key of the recipe"
+)
+@click.option(
+    "--grid",
+    "grids",
+    multiple=True,
+    required=True,
+    metavar="KEY=VALUE,...",
+    help="values to try for a key; `;` separates them where one holds a comma: "
+    "'metric=greatest(response_length, 50);response_length'",
+)
+@click.option("--skip-bad", is_flag=True, help="leave bad records out")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="an HTML file to draw into: mean length against mean reward",
+)
+@click.option(
+    "-f",
+    "--format",
+    "format_",
+    type=click.Choice(["table", "json", "jsonl", "csv"]),
+    default="table",
+    show_default=True,
+    help="json is one array of objects",
+)
+def command(
+    logs: tuple[str, ...],
+    recipe: str,
+    sets: tuple[str, ...],
+    grids: tuple[str, ...],
+    skip_bad: bool,
+    plot: Path | None,
+    format_: str,
+) -> None:
+    """Judge LOGS by a recipe at every point of a grid; print what each point keeps.
+
+    Counts are of rollouts. tokens_ratio is what an update would see of all tokens, length_change
+    compares mean lengths; _all is over all rollouts that count. groups_no_signal are those whose
+    kept rewards are all equal. Every value is what filter gives for these settings.
+    """
+    points: list[Point] = []
+    for keys in grid(grids):
+        settings = [*sets, *(f"{key}={value}" for key, value in keys.items())]
+        chosen = recipes.load(recipe, settings, SHIPPED, (lambda _: None) if points else note)
+        points.append(Point(keys, chosen))
+    found = discover(logs)
+    for text in found.notes:
+        note(text)
+    notes: list[str] = []
+    size = sum(source.path.stat().st_size for source in found.sources)
+    with progress(size, "sweep") as bar:
+        sweep(found, points, skip_bad=skip_bad, notify=notes.append, progress=bar.update)
+    for text in notes:
+        note(text)
+    rows = [point.row() for point in points]
+    write_rows([*points[0].keys, *COLUMNS], [list(row.values()) for row in rows], format_)
+    if plot:
+        plot.write_text(chart(points), encoding="utf-8")

@@ -1,0 +1,78 @@
+"""Manifests: the canonical form, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from rollsift.schemas.errors import CheckError
+from rollsift.schemas.manifest import FORMAT, Counts, Manifest, Source, Thresholds, decode, encode
+
+# Format 1, written by hand from the description in DESIGN's words; never from encode().
+GOLDEN = (
+    '{"counts":{"bad_records":0,"dropped":{"outranked":1},"kept":2,"rows":3},'
+    '"field_types":{"é":"string"},"format":1,"group_rows":[3],"group_tokens":[12],'
+    '"length_unit":"tokens","offsets":[0,2],"previous":null,'
+    '"recipe":{"min_mean":"0.1"},"reward_field":"score","row":[0,2],"source":[0,0],'
+    '"sources":[{"digest":"ab","file":"7.jsonl","rows":3}],"step":7,'
+    '"thresholds":{"q25":"0.5","q50":"0.5","q75":"0.5","seen":1}}'
+)
+MANIFEST = Manifest(
+    format=1,
+    step=7,
+    previous=None,
+    recipe={"min_mean": "0.1"},
+    sources=[Source("7.jsonl", 3, "ab")],
+    length_unit="tokens",
+    reward_field="score",
+    field_types={"é": "string"},
+    thresholds=Thresholds("0.5", "0.5", "0.5", 1),
+    counts=Counts(3, 2, {"outranked": 1}, 0),
+    source=[0, 0],
+    row=[0, 2],
+    offsets=[0, 2],
+    group_rows=[3],
+    group_tokens=[12],
+)
+
+
+def published(value: str) -> bytes:
+    digest = hashlib.sha256(value.encode()).hexdigest()
+    return f'{{"id":"{digest}","manifest":{value}}}\n'.encode()
+
+
+def test_the_golden_manifest_of_format_1_stays_readable() -> None:
+    """A manifest of format 1 reads as what it says, and is written again byte for byte."""
+    assert FORMAT == 1
+    id_, manifest = decode(published(GOLDEN), "7.json")
+    assert manifest == MANIFEST
+    assert id_ == hashlib.sha256(GOLDEN.encode()).hexdigest()
+    assert encode(MANIFEST) == (id_, published(GOLDEN))
+
+
+def test_any_flipped_bit_is_caught() -> None:
+    """No single flipped bit of a published manifest goes unseen."""
+    data = published(GOLDEN)
+    for place in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << bit
+            with pytest.raises(CheckError, match=r"7\.json"):
+                decode(bytes(flipped), "7.json")
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"surprise": 1}, {"row": "0"}])
+def test_other_formats_and_fields_are_refused(change: dict[str, object]) -> None:
+    """A manifest of another format, or with a field that this one has not, is refused by name."""
+    value = json.dumps(json.loads(GOLDEN) | change, sort_keys=True, separators=(",", ":"))
+    with pytest.raises(CheckError, match=r"7\.json"):
+        decode(published(value), "7.json")
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 64, published(GOLDEN)[:-40], b"[]", b'{"id":"a"}'])
+def test_what_is_not_whole_is_refused(data: bytes) -> None:
+    """Empty, zero-filled and cut files are refused with their name."""
+    with pytest.raises(CheckError, match=r"7\.json"):
+        decode(data, "7.json")
