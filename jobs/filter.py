@@ -7,11 +7,13 @@ from pathlib import Path
 import click
 
 from rollsift.pipeline import recipes
+from rollsift.pipeline.aids import Aids
 from rollsift.pipeline.batch import filter_logs
 from rollsift.pipeline.sources import discover
 from rollsift.pipeline.summary import summary
 
 from .list_recipes import SHIPPED
+from .options import aids_options
 from .output import note, progress
 
 
@@ -24,12 +26,18 @@ from .output import note, progress
 @click.option(
     "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="change a key of the recipe"
 )
+@aids_options
 @click.option("--skip-bad", is_flag=True, help="leave bad records out and list them in bad_records")
 @click.option(
     "-o", "--out", required=True, type=click.Path(path_type=Path), help="the run folder to write"
 )
 def command(
-    logs: tuple[str, ...], recipe: str, sets: tuple[str, ...], skip_bad: bool, out: Path
+    logs: tuple[str, ...],
+    recipe: str,
+    sets: tuple[str, ...],
+    aids: Aids,
+    skip_bad: bool,
+    out: Path,
 ) -> None:
     """Judge every rollout in LOGS (files, folders, globs) by a recipe; write a run folder.
 
@@ -43,7 +51,13 @@ def command(
     size = sum(source.path.stat().st_size for source in found.sources)
     with progress(size, "filter") as bar:
         outcome = filter_logs(
-            found, chosen, out, skip_bad=skip_bad, notify=notes.append, progress=bar.update
+            found,
+            chosen,
+            out,
+            aids=aids,
+            skip_bad=skip_bad,
+            notify=notes.append,
+            progress=bar.update,
         )
     for text in notes:
         note(text)

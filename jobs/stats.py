@@ -6,17 +6,20 @@ from pathlib import Path
 
 import click
 
+from rollsift.pipeline.aids import Aids
 from rollsift.pipeline.sources import discover
 from rollsift.pipeline.stats import stats_of_logs, stats_of_run
 from rollsift.pipeline.store import Run
 
+from .options import aids_options
 from .output import format_option, printable, write_rows
 
 
 @click.command("stats", epilog="Example: rollsift stats logs/")
 @click.argument("logs", nargs=-1, required=True, metavar="LOGS...|RUN")
+@aids_options
 @format_option
-def command(logs: tuple[str, ...], format_: str) -> None:
+def command(logs: tuple[str, ...], aids: Aids, format_: str) -> None:
     """Say what was recognised in LOGS, or what RUN holds: format, steps, G, reward field, length
     unit; then verl's metrics by their names. Reads everything, writes nothing."""
     if len(logs) == 1 and (Path(logs[0]) / "run.json").exists():
@@ -25,7 +28,7 @@ def command(logs: tuple[str, ...], format_: str) -> None:
         sources = discover(logs)
         for note in sources.notes:
             click.echo(printable(f"note: {note}"), err=True)
-        found = stats_of_logs(sources)
+        found = stats_of_logs(sources, aids=aids)
     for record in found.bad[:20]:
         click.echo(printable(f"bad: {record}"), err=True)
     write_rows(["name", "value"], list((found.facts | found.metrics).items()), format_)

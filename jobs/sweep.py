@@ -7,12 +7,14 @@ from pathlib import Path
 import click
 
 from rollsift.pipeline import recipes
+from rollsift.pipeline.aids import Aids
 from rollsift.pipeline.chart import chart
 from rollsift.pipeline.points import COLUMNS, Point, grid
 from rollsift.pipeline.sources import discover
 from rollsift.pipeline.sweep import sweep
 
 from .list_recipes import SHIPPED
+from .options import aids_options
 from .output import note, progress, write_rows
 
 
@@ -35,6 +37,7 @@ from .output import note, progress, write_rows
     help="values to try for a key; `;` separates them where one holds a comma: "
     "'metric=greatest(response_length, 50);response_length'",
 )
+@aids_options
 @click.option("--skip-bad", is_flag=True, help="leave bad records out")
 @click.option(
     "--plot",
@@ -55,6 +58,7 @@ def command(
     recipe: str,
     sets: tuple[str, ...],
     grids: tuple[str, ...],
+    aids: Aids,
     skip_bad: bool,
     plot: Path | None,
     format_: str,
@@ -76,7 +80,14 @@ def command(
     notes: list[str] = []
     size = sum(source.path.stat().st_size for source in found.sources)
     with progress(size, "sweep") as bar:
-        sweep(found, points, skip_bad=skip_bad, notify=notes.append, progress=bar.update)
+        sweep(
+            found,
+            points,
+            aids=aids,
+            skip_bad=skip_bad,
+            notify=notes.append,
+            progress=bar.update,
+        )
     for text in notes:
         note(text)
     rows = [point.row() for point in points]

@@ -3,7 +3,10 @@
 recipes       YAML and -s to a recipe
 verl_words    verl's own keys to a recipe's
 sources       which files are the log, a step each
-readers       bytes to rows: readers.jsonl, readers.parquet
+readers       bytes to rows: readers.jsonl (readers.flat for plain records, readers.records for all),
+              readers.parquet, readers.generation
+rewards       scores by the user's own function
+aids          what else the user names to read a log: a tokenizer, a reward function
 fields        what logged names mean
 facts         rows to light columns
 groups        which rows answer one prompt, which make one rollout

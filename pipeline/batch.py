@@ -12,6 +12,7 @@ from rollsift.schemas.manifest import FORMAT, Manifest, encode
 from rollsift.schemas.recipe import Recipe, plain
 
 from . import difficulty
+from .aids import NOTHING, Aids
 from .difficulty import Thresholds
 from .judge import Scored, judge, measure
 from .load import Carried, Loaded, digest_of, load
@@ -40,17 +41,19 @@ def filter_logs(
     recipe: Recipe,
     out: Path,
     *,
+    aids: Aids = NOTHING,
     skip_bad: bool = False,
     notify: Notify = lambda _: None,
     progress: Progress = lambda _: None,
 ) -> Outcome:
     """Filter `logs` by `recipe` into the run folder `out`; equal inputs give equal manifest ids.
 
-    `notify` takes remarks for a person, `progress` the number of bytes read. Raises InputError
-    where input is unusable, with all bad records found: then nothing is published.
+    `aids` are a tokenizer and a reward function to read the logs by, `notify` takes remarks for a
+    person, `progress` the number of bytes read. Raises InputError where input is unusable, with all
+    bad records found: then nothing is published.
     """
-    by = rules(recipe)
-    info = RunInfo(FORMAT, plain(recipe), {}, str(logs.root))
+    by = rules(recipe, aids)
+    info = RunInfo(FORMAT, plain(recipe), aids.settings, str(logs.root))
     with Run(out).writing(info) as writer:
         return _Filter(logs, by, writer, skip_bad, Remarks(recipe, notify), progress).run()
 

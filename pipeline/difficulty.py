@@ -102,7 +102,9 @@ class Exact:
 
     def add(self, difficulties: pl.Series) -> None:
         """Count a step's groups; nulls are left out."""
-        new, counts = np.unique(difficulties.drop_nulls().to_numpy(), return_counts=True)
+        new, counts = np.unique(
+            difficulties.filter(difficulties.is_finite()).to_numpy(), return_counts=True
+        )
         both = np.concatenate([self.values, new])
         self.values, place = np.unique(both, return_inverse=True)
         weights = np.concatenate([self.counts, counts])
@@ -156,7 +158,8 @@ class TDigest:
 
     def add(self, difficulties: pl.Series) -> None:
         """Feed a step's groups in their order; nulls are left out."""
-        values = difficulties.drop_nulls().to_list()
+        # One NaN makes the library count for ever.
+        values = difficulties.filter(difficulties.is_finite()).to_list()
         self._own(lambda: self.digest.batch_update(values) if values else None)
         self.seen += len(values)
         self.least, self.most = min([self.least, *values]), max([self.most, *values])

@@ -7,8 +7,11 @@ Light columns of a row: `source_row`, `line`, `uid`, `prompt` (text; only where 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import polars as pl
 
@@ -18,6 +21,8 @@ from .expressions import numbers
 from .fields import IDS, MASK, PROMPT_IDS, Fields, Length
 from .readers import Chunk
 
+EXACT = 1 << 53  # up to here float64 holds every integer
+MOST = 1 << 40  # of a length: the sum over any step still fits into int64
 TRUE_TEXT = ("True", "true", "False", "false")
 _NUMBER_KINDS = {"Boolean": "bool", "Int64": "int", "Float64": "float"}
 
@@ -38,7 +43,8 @@ class Facts:
 class Reading:
     """How a file is read: its fields' roles, where reward and length come from, what expressions
     need. `as_numbers` are the logged fields whose every value must be a number; `group_by_prompt`
-    says that the prompts are needed to find the groups."""
+    says that the prompts are needed to find the groups, `scored` that a reward function needs what
+    verl gives it."""
 
     file: str
     step: int
@@ -49,15 +55,20 @@ class Reading:
     as_numbers: frozenset[str]
     group_by_prompt: bool
     count_tokens: Callable[[pl.Series], pl.Series] | None = None
+    scored: bool = False
 
     def columns(self, kinds: Mapping[str, str]) -> list[str]:
         """The fields to read of a file in which each can be read alone, in its own order."""
         roles = ["step", "uid", "policy_version", "truncated", "finish_reason"]
         if self.group_by_prompt:
             roles += ["prompt", "ground_truth"]
+        if self.scored:
+            roles += ["data_source", "response", "ground_truth"]
         names = {self.fields.columns[role] for role in roles if role in self.fields.columns}
         names |= {self.reward, *self.length.fields}
         names |= {found for name in self.wanted if (found := self.fields.find(name))}
+        if self.scored:
+            names.add("extra_info")
         if self.group_by_prompt and "prompt" not in self.fields.columns:
             names.add(PROMPT_IDS)
         return [name for name in kinds if name in names]
@@ -73,6 +84,11 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
 
     def logged(column: str) -> pl.Series | None:
         return rows[columns[column]] if columns.get(column) in rows.columns else None
+
+    def text(column: str, default: pl.Series | None = None) -> pl.Series:
+        values = logged(column)
+        kind = chunk.kinds.get(columns.get(column, ""))
+        return _text(default if values is None else values, len(rows), kind)
 
     def number(name: str) -> pl.Series:
         if name not in rows.columns:
@@ -94,18 +110,15 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     light["policy_version"] = _whole(
         number(columns.get("policy_version", "")), columns.get("policy_version", ""), check
     )
-    finish = logged("finish_reason")
-    light["finish_reason"] = _text(finish, len(rows))
+    light["finish_reason"] = text("finish_reason")
     truncated = number(columns.get("truncated", "")) != 0
     light["truncated"] = truncated.zip_with(
         truncated.is_not_null(), light["finish_reason"] == "length"
     )
-    light["uid"] = _text(logged("uid"), len(rows))
+    light["uid"] = text("uid")
     if reading.group_by_prompt:
-        prompt = logged("prompt")
-        prompt = prompt if prompt is not None else rows.get_column(PROMPT_IDS, default=None)
-        light["prompt"] = _text(prompt, len(rows))
-        light["truth"] = _text(logged("ground_truth"), len(rows))
+        light["prompt"] = text("prompt", rows.get_column(PROMPT_IDS, default=None))
+        light["truth"] = text("ground_truth")
     for wanted in sorted(reading.wanted):
         field = reading.fields.find(wanted)
         if field is None or field not in rows.columns:
@@ -141,24 +154,55 @@ class _Check:
         self.wrong = self.wrong | where
 
 
-def _text(values: pl.Series | None, count: int) -> pl.Series:
-    """Any logged values as text; lists become their items joined by commas."""
+def _text(values: pl.Series | None, count: int, kind: str | None) -> pl.Series:
+    """Any logged values as text, equal for equal values, whatever stands beside them: lists of
+    numbers are joined by commas, other nested values are JSON, bytes that are no text are escaped."""
     if values is None or values.dtype == pl.Null:
         return pl.repeat(None, count, dtype=pl.String, eager=True)
-    if isinstance(values.dtype, pl.List):
-        items = values.cast(pl.List(pl.String), strict=False)
-        return items.list.join(",")
+    if kind == "mixed" or values.dtype.is_float():
+        return pl.Series(values.name, map(_one_text, values), pl.String)
+    if isinstance(values.dtype, pl.List) and values.dtype.inner.is_numeric():
+        return values.cast(pl.List(pl.String)).list.join(",")
+    if values.dtype.is_nested():
+        return _nested_text(values)
+    if values.dtype == pl.Binary:
+        return pl.Series(values.name, map(_bytes_text, values), pl.String)
     return values.cast(pl.String)
 
 
+def _one_text(value: str | float | None) -> str | None:
+    """A number, or a mixed field's JSON, as text: strings as they are, 1.0 as 1."""
+    if isinstance(value, str):
+        if value.startswith('"'):
+            return str(json.loads(value))
+        if re.fullmatch(r"-?[0-9]+", value) or not re.fullmatch(r"[0-9.eE+-]+", value):
+            return value
+        return _one_text(float(value))
+    if value is not None and value == value // 1 and abs(value) < EXACT:
+        return str(int(value))
+    return None if value is None else repr(value)
+
+
+def _bytes_text(value: bytes | None) -> str | None:
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError:
+        return str(value)[2:-1]
+
+
+def _nested_text(values: pl.Series) -> pl.Series:
+    if "Binary" not in str(values.dtype):
+        texts = values.to_frame("").select(pl.struct("").struct.json_encode()).to_series()
+        texts = texts.str.strip_prefix('{"":').str.strip_suffix("}")
+        return texts.set(values.is_null(), None)
+    items = [None if value is None else json.dumps(value, default=repr) for value in values]
+    return pl.Series(values.name, items, pl.String)
+
+
 def _whole(values: pl.Series, name: str, check: _Check) -> pl.Series:
-    check.refuse(
-        ((values != values.floor()) | ~values.is_finite()).fill_null(False),
-        name,
-        "a whole number",
-        values,
-    )
-    return values.cast(pl.Int64, strict=False)
+    whole = (values == values.floor()) & (values.abs() <= EXACT)
+    check.refuse(~whole.fill_null(True), name, "a whole number", values)
+    return values.set(~whole.fill_null(True), None).cast(pl.Int64)
 
 
 def _length(
@@ -171,7 +215,8 @@ def _length(
     response = reading.fields.columns.get("response", "")
     if source == "logged":
         lengths = _whole(number(names[0]), names[0], check)
-        check.refuse((lengths < 0).fill_null(False), names[0], "a length", lengths)
+        unfit = (lengths < 0) | (lengths > MOST)
+        check.refuse(unfit.fill_null(False), names[0], f"a length from 0 to {MOST:,}", lengths)
         gone = rows[response].is_null() if response in rows.columns else lengths.is_null() & False
         return lengths, gone
     if not held:
@@ -192,7 +237,7 @@ def _length(
 
 def _tokens(rows: pl.DataFrame, held: Sequence[str], check: _Check) -> tuple[pl.Series, pl.Series]:
     for name in held:
-        if not isinstance(rows[name].dtype, pl.List) and rows[name].dtype != pl.Null:
+        if rows[name].dtype != pl.Null and not _is_list_of_numbers(rows[name].dtype):
             check.refuse(rows[name].is_not_null(), name, "a list of numbers", rows[name])
             return pl.repeat(None, len(rows), dtype=pl.Int64, eager=True), rows[name].is_null()
     ids = rows[IDS] if IDS in held else None
@@ -203,13 +248,22 @@ def _tokens(rows: pl.DataFrame, held: Sequence[str], check: _Check) -> tuple[pl.
         return ids.list.len().cast(pl.Int64), ids.is_null()
     mask = rows[MASK]
     gone = mask.is_null() if ids is None else ids.is_null()
-    inner = mask.cast(pl.List(pl.Int64), strict=False)
-    odd = ~inner.list.eval(pl.element().is_in([0, 1]).fill_null(False)).list.all()
+    odd = ~mask.list.eval(
+        pl.element().cast(pl.Float64).is_in([0.0, 1.0]).fill_null(False)
+    ).list.all()
     check.refuse((odd & ~gone).fill_null(False), MASK, "0 and 1 only", mask)
+    inner = mask.cast(pl.List(pl.Int64), strict=False)
     if ids is not None and ids.dtype != pl.Null:
         unfit = (mask.list.len() != ids.list.len()) | (mask.is_null() & ~gone)
         check.refuse(unfit.fill_null(False), MASK, f"one value per value of {IDS}", mask.list.len())
     return inner.list.sum().set(gone, None), gone
+
+
+def _is_list_of_numbers(dtype: pl.DataType) -> bool:
+    if not isinstance(dtype, pl.List):
+        return False
+    inner: Any = dtype.inner
+    return inner.is_numeric() or inner in (pl.Boolean, pl.Null)
 
 
 def _unquoted(values: pl.Series, kind: str | None) -> pl.Series:

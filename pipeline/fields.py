@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,10 +38,12 @@ class Length:
 @dataclass(frozen=True, slots=True)
 class Fields:
     """The fields of a log, by role. `columns` maps a column of the contract to the logged field it
-    is read from; `extras` maps each other field to its name in the views."""
+    is read from; `extras` maps each other field to its name in the views; `results` are those of
+    the extras that a reward function gave."""
 
     columns: Mapping[str, str]
     extras: Mapping[str, str]
+    results: Sequence[str] = ()
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -68,17 +70,22 @@ def resolve(kinds: Mapping[str, str], reward: str | None, length: Length | None)
         columns["response_length"] = "response_length"
     consumed = set(columns.values())
     taken = {column.name for column in ROLLOUTS} | {field.lower() for field in consumed}
-    return Fields(columns, _shown((name for name in kinds if name not in consumed), taken))
+    # A reward function's name has a colon, and its results stand under it.
+    prefix = f"{reward}." if reward and ":" in reward else "\0"
+    results = [name for name in kinds if name.startswith(prefix)]
+    logged = [name for name in kinds if name not in consumed and name not in results]
+    shown = _shown({name: name.removeprefix(prefix) for name in results}, taken)
+    return Fields(columns, shown | _shown({name: name for name in logged}, taken), results)
 
 
-def _shown(extras: Iterable[str], taken: set[str]) -> dict[str, str]:
-    """Names in the views: as logged, but `extra_<name>` where a name is taken, case ignored.
+def _shown(extras: Mapping[str, str], taken: set[str]) -> dict[str, str]:
+    """Names in the views: as given, but `extra_<name>` where a name is taken, case ignored.
 
     SQL does not see case, so of `acc` and `Acc` one gives way: the one that is not all lower case.
     """
     shown: dict[str, str] = {}
     for name in sorted(extras, key=lambda name: (name != name.lower(), name)):
-        label = name
+        label = extras[name]
         while label.lower() in taken:
             label = f"extra_{label}"
         taken.add(label.lower())
@@ -97,7 +104,8 @@ def reward_field(kinds: Mapping[str, str], wanted: str, file: str) -> str:
     numeric = [name for name, kind in kinds.items() if kind in ("bool", "int", "float")]
     could = f"-s reward=NAME could be one of {', '.join(numeric)}" if numeric else "none is numeric"
     raise InputError(
-        f"{file}: no reward field; looked for {' and '.join(candidates)}. Of its fields, {could}"
+        f"{file}: no reward field; looked for {' and '.join(candidates)}. Of its fields, {could}; "
+        "--reward-fn FILE.py:NAME scores the responses"
     )
 
 
@@ -130,9 +138,11 @@ def length_of(kinds: Mapping[str, str], wanted: str, tokenizer: bool, file: str)
     raise InputError(f"{file}: no field to read length={wanted} from; its fields: {fields}")
 
 
-def format_of(kinds: Mapping[str, str], jsonl: bool, row_keys: bool) -> str:
+def format_of(kinds: Mapping[str, str], reader: str, row_keys: bool) -> str:
     """The name of a log's format, for people; nothing is decided by it."""
-    if jsonl:
+    if reader == "generation":
+        return "verl generation Parquet"
+    if reader == "jsonl":
         versions = {True: "verl V1 JSONL", False: "JSONL with uid"}
         return versions[row_keys] if "uid" in kinds else "verl V0 JSONL"
     if IDS in kinds:

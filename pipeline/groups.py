@@ -14,8 +14,10 @@ import polars as pl
 
 from rollsift.schemas.errors import BadRecord
 
-ROW_KEY = r"(?s)^(.*)_(\d{1,18})_(\d{1,18})$"
-PADDING = r"^pad[0-9a-f]{32}_\d+_0$"
+# Numbers as Python writes them: \d would take any script's digits, and 01 is no number of verl's.
+_NUMBER = "(0|[1-9][0-9]{0,17})"
+ROW_KEY = f"(?s)^(.*)_{_NUMBER}_{_NUMBER}$"
+PADDING = f"^pad[0-9a-f]{{32}}_{_NUMBER}_0$"
 
 
 @dataclass(slots=True)
@@ -83,14 +85,15 @@ def _ungroupable(rows: pl.DataFrame, file: str, key: str) -> tuple[pl.DataFrame,
 
 
 def _looks_like_row_keys(rows: pl.DataFrame) -> bool:
-    uid = rows["uid"]
+    uid = rows.filter(~pl.col("padding"))["uid"]
     return len(uid) > 1 and bool(uid.str.contains(ROW_KEY).all()) and uid.n_unique() == len(uid)
 
 
 def _row_keys(rows: pl.DataFrame) -> list[pl.Series] | None:
     """key, session and output of every row, or None where the uids are no row keys."""
     uid = rows["uid"]
-    if not len(uid) or not uid.str.contains(ROW_KEY).all() or uid.n_unique() != len(uid):
+    real = rows.filter(~pl.col("padding"))["uid"]
+    if not len(uid) or not real.str.contains(ROW_KEY).all() or real.n_unique() != len(real):
         return None
     cut = pl.DataFrame(
         {

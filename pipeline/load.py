@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 
 from rollsift.schemas.errors import BadRecord, InputError
 from rollsift.schemas.manifest import Manifest
+from rollsift.schemas.manifest import Source as Pinned
 
 from .facts import Reading, facts
 from .fields import IDS, MASK, REWARDS, Fields, format_of, length_of, resolve, reward_field
 from .groups import ROW_KEY, group
-from .readers import Chunks, jsonl, parquet
+from .readers import Chunk, Chunks, generation, jsonl, parquet
 from .score import Rules
 from .sources import Source
 from .store import Spool
@@ -53,8 +54,8 @@ class Carried:
 
 @dataclass(slots=True)
 class Loaded:
-    """A step as read. `rows` are light (see facts and groups), `texts` the copied columns, none for
-    Parquet; `ids` and `group_source` name the groups; `carried` is what the next step goes by."""
+    """A step as read. `rows` are light (see facts and groups), `texts` what is stored beside them;
+    `ids` and `group_source` name the groups; `pins` are the aids' files; `carried` is handed on."""
 
     rows: pl.DataFrame
     texts: Spool | None
@@ -68,6 +69,7 @@ class Loaded:
     bad: list[BadRecord]
     notes: list[str]
     from_text: dict[str, int]
+    pins: list[Pinned]
     carried: Carried
 
     def close(self) -> None:
@@ -107,17 +109,20 @@ class _Loader:
             carried, kinds=dict(carried.kinds), fingerprints=dict(carried.fingerprints)
         )
         self.fixed = dict(carried.kinds)
-        self.copied = source.kind == "jsonl" and not _is_parquet(source.path)
+        self.format = _format(source)
+        # Rows of a Parquet log are found again by their number, responses of one row are not.
+        self.copied = self.format != "parquet"
+        self.stored = self.copied or by.aids.reward is not None  # or its results are
         self.kinds: dict[str, str] = {}
         self.as_read: dict[str, str] = {}  # kinds of text fields that were read as numbers
-        self.by_prompt = self.copied
+        self.by_prompt = self.format == "jsonl"
 
     def load(self) -> Loaded:
         light, bad = [_empty()], []
         from_text: dict[str, int] = {}
         fingerprint, length_source = Fingerprint(), None
         reader, chunks = self._open()
-        for chunk in chunks:
+        for chunk in map(self._scored, chunks):
             bad += chunk.bad
             for name, kind in chunk.kinds.items():
                 self.kinds[name] = joint(self.kinds.get(name), kind)
@@ -135,9 +140,10 @@ class _Loader:
                     self.as_read[name] = joint(self.as_read.get(name), kind)
             if reading.group_by_prompt and read.light["uid"].null_count() == len(read.light):
                 fingerprint.add(read.rows, reading.fields)
-            if self.copied:
+            if self.stored:
+                place = read.light["source_row"]
                 self.spool.add(
-                    *text_part(read.rows, read.light["source_row"], reading.fields, read.kinds)
+                    *text_part(read.rows, place, reading.fields, read.kinds, self.copied)
                 )
         records, digest = reader.records, reader.digest or _sha256(self.source.path)
         if whole := [record for record in bad if record.source_row is None]:
@@ -154,9 +160,9 @@ class _Loader:
             notes.append(f"{self.source.file}: the same rollouts as step {repeated} (`repeat`)")
         return Loaded(
             rows=grouped.rows.with_columns(repeat=pl.lit(repeated is not None)),
-            texts=self.spool if self.copied else None,
+            texts=self.spool if self.stored else None,
             ids=grouped.ids,
-            format=format_of(self.kinds, self.copied, grouped.cut) if self.kinds else None,
+            format=format_of(self.kinds, self.format, grouped.cut) if self.kinds else None,
             group_source=grouped.source,
             length_source=length_source,
             records=records,
@@ -165,6 +171,7 @@ class _Loader:
             bad=bad + grouped.bad,
             notes=notes,
             from_text=from_text,
+            pins=self.by.aids.pins,
             carried=self._carry(),
         )
 
@@ -180,8 +187,17 @@ class _Loader:
         if not self.copied:
             reader = parquet.Reader(source.path, source.file)
             return reader, reader.chunks(self._enforced(), self._choose, self.progress)
-        lines = jsonl.Reader(source.path, source.file)
+        reader_class = generation.Reader if self.format == "generation" else jsonl.Reader
+        lines = reader_class(source.path, source.file)
         return lines, lines.chunks(self._enforced(), self.progress)
+
+    def _scored(self, chunk: Chunk) -> Chunk:
+        """The chunk with a reward function's results, if there is one."""
+        function = self.by.aids.reward
+        if function is None or not len(chunk.places):
+            return chunk
+        fields = resolve({**self.fixed, **self.kinds, **chunk.kinds}, function.name, None)
+        return function.score(chunk, fields, self.source.file, self._enforced())
 
     def _enforced(self) -> dict[str, str]:
         """The kinds that values must be of: those of earlier steps, text where text is due."""
@@ -197,22 +213,21 @@ class _Loader:
 
     def _choose(self, kinds: Mapping[str, str]) -> list[str]:
         self.kinds = dict(kinds)
-        self.by_prompt = "uid" not in kinds or self._may_be_row_keys()
+        # Where uids may be verl's row keys, prompts must be compared.
+        uid = parquet.first(self.source.path, "uid")
+        self.by_prompt = "uid" not in kinds or bool(re.match(ROW_KEY, str(uid)))
         return self._reading().columns(kinds)
-
-    def _may_be_row_keys(self) -> bool:
-        """Whether the first uid has the form of verl's row keys: prompts must then be compared."""
-        with pq.ParquetFile(self.source.path) as file:
-            first = next(file.iter_batches(1, columns=["uid"]), None)
-        return first is not None and len(first) > 0 and bool(re.match(ROW_KEY, str(first[0][0])))
 
     def _reading(self) -> Reading:
         file, recipe = self.source.file, self.by.recipe
         known = {**self.fixed, **self.kinds}
-        wanted = self.carried.reward or recipe.reward
-        if self.need_reward or any(name in self.kinds for name in REWARDS):
+        tokenizer, function = self.by.aids.tokenizer, self.by.aids.reward
+        if function:
+            self.carried.reward = function.name
+        elif self.need_reward or any(name in self.kinds for name in REWARDS):
+            wanted = self.carried.reward or recipe.reward
             self.carried.reward = reward_field(self.kinds, wanted, file)
-        length = length_of(self.kinds, recipe.length, False, file)
+        length = length_of(self.kinds, recipe.length, tokenizer is not None, file)
         self.carried.unit = self.carried.unit or length.unit
         if length.unit != self.carried.unit:
             raise InputError(
@@ -220,6 +235,8 @@ class _Loader:
                 f"{self.carried.unit}; one run has one unit: set length= or filter apart"
             )
         fields = resolve(known, self.carried.reward, length)
+        # An `acc` that was logged with another score says nothing of a reward function's.
+        stale = function is not None and fields.find("acc") not in fields.results
         numbers = {fields.find(name) for name in self.by.as_numbers}
         return Reading(
             file=file,
@@ -227,9 +244,11 @@ class _Loader:
             fields=fields,
             reward=self.carried.reward or "",
             length=length,
-            wanted=self.by.wanted,
+            wanted=self.by.named if stale else self.by.wanted,
             as_numbers=frozenset(name for name in numbers if name),
             group_by_prompt=self.by_prompt,
+            count_tokens=tokenizer.count if tokenizer else None,
+            scored=function is not None,
         )
 
     def _carry(self) -> Carried:
@@ -243,12 +262,16 @@ class _Loader:
 def digest_of(source: Source, by: Rules, carried: Carried) -> str:
     """What pins a source's content now, read as a step that `carried` goes on from would be."""
     loader = _Loader(source, by, carried, Spool(source.path.parent), None)
-    if loader.copied:
+    if loader.format == "jsonl":
         return _sha256(source.path)
     try:
         with pq.ParquetFile(source.path) as file:
-            kinds = {field.name: parquet.kind_of(field.type) for field in file.schema_arrow}
-            return parquet.digest(source.path, file.metadata, loader._choose(kinds))
+            if loader.copied:
+                read = generation.columns(file.schema_arrow)
+            else:
+                kinds = {field.name: parquet.kind_of(field.type) for field in file.schema_arrow}
+                read = loader._choose(kinds)
+            return parquet.digest(source.path, file.metadata, read)
     except (pa.ArrowException, OSError, InputError):
         return _sha256(source.path)
 
@@ -258,9 +281,11 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _is_parquet(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PAR1"
+def _format(source: Source) -> str:
+    """Which reader reads a source; told by its content, by its name where that is broken."""
+    if not parquet.matches(source.path):
+        return source.kind
+    return "generation" if generation.matches(source.path) else "parquet"
 
 
 def _empty() -> pl.DataFrame:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from rollsift.schemas.errors import InputError
+from rollsift.schemas.errors import InputError, RecipeError
 from rollsift.schemas.recipe import Recipe
 
+from .aids import NOTHING, Aids
 from .expressions import Expression, booleans, evaluate, numbers, parse
 from .fields import Fields
 
@@ -36,7 +37,7 @@ METRICS = ("response_length", "token_efficiency")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A recipe with its expressions parsed. `wanted` are the logged fields they may read."""
+    """A recipe with its expressions parsed, and the aids to read logs by."""
 
     recipe: Recipe
     correct: Expression | None
@@ -44,6 +45,7 @@ class Rules:
     metric: Expression | None
     signal: Expression
     spread: Expression
+    aids: Aids = NOTHING
 
     @property
     def expressions(self) -> dict[str, Expression]:
@@ -58,12 +60,15 @@ class Rules:
         return {key: expression for key, expression in found.items() if expression}
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """Names, in lower case, that must be read from the log for the expressions."""
+    def named(self) -> frozenset[str]:
+        """Names, in lower case, of the logged fields that the expressions read."""
         names = {name.lower() for e in self.expressions.values() for name in e.columns}
-        if self.correct is None:
-            names.add("acc")
         return frozenset(names - set(FACTS))
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """Those, and `acc` where it may say what is correct."""
+        return self.named | ({"acc"} if self.correct is None else set())
 
     @property
     def as_numbers(self) -> frozenset[str]:
@@ -84,8 +89,10 @@ class Rules:
         return f"{', '.join(keys)}: no field {name!r} in the logs; {hint}"
 
 
-def rules(recipe: Recipe) -> Rules:
+def rules(recipe: Recipe, aids: Aids = NOTHING) -> Rules:
     """Parse a recipe's expressions; raises RecipeError that names the key."""
+    if aids.reward and recipe.reward != "auto":
+        raise RecipeError(f"reward: {recipe.reward} has no effect beside --reward-fn; leave it out")
 
     def parsed(text: str | None, key: str) -> Expression | None:
         return parse(text, key) if text is not None else None
@@ -97,6 +104,7 @@ def rules(recipe: Recipe) -> Rules:
         metric=None if recipe.metric in METRICS else parse(recipe.metric, "metric"),
         signal=parse(recipe.difficulty.of, "difficulty.of"),
         spread=parse(recipe.zero_variance_of, "zero_variance_of"),
+        aids=aids,
     )
 
 
@@ -121,8 +129,7 @@ def rollouts(rows: pl.DataFrame) -> pl.DataFrame:
 def score(rollouts: pl.DataFrame, by: Rules) -> pl.DataFrame:
     """Add the scores. Raises RecipeError for an expression that cannot be evaluated, InputError
     where max_lag is set and a version is unknown."""
-    recipe = by.recipe
-    frame = rollouts.with_columns(invalid=_invalid(rollouts, recipe))
+    frame = rollouts.with_columns(invalid=_invalid(rollouts, by))
     frame = frame.with_columns(correct=_correct(frame, by))
     frame = frame.with_columns(
         excluded=_true(frame, by.excluded, "exclude_where"),
@@ -133,7 +140,10 @@ def score(rollouts: pl.DataFrame, by: Rules) -> pl.DataFrame:
     return frame
 
 
-def _invalid(frame: pl.DataFrame, recipe: Recipe) -> pl.Expr:
+def _invalid(frame: pl.DataFrame, by: Rules) -> pl.Expr:
+    recipe = by.recipe
+    # A reward function is not asked about what is not there: the reason is that it is not there.
+    asked = ~pl.col("no_response") if by.aids.reward else True
     stale = pl.lit(False)
     if recipe.max_lag is not None:
         unknown = frame.filter(pl.col("policy_version").is_null() & ~pl.col("padding"))
@@ -146,14 +156,14 @@ def _invalid(frame: pl.DataFrame, recipe: Recipe) -> pl.Expr:
     return (
         pl.when("padding").then(pl.lit("padding"))
         .when("repeat").then(pl.lit("repeat"))
-        .when(pl.col("reward").is_null()).then(pl.lit("no_reward"))
+        .when(pl.col("reward").is_null() & asked).then(pl.lit("no_reward"))
         .when("no_response").then(pl.lit("no_response"))
         .when(stale).then(pl.lit("stale"))
     )  # fmt: skip
 
 
 def _inputs(frame: pl.DataFrame, expression: Expression) -> pl.DataFrame:
-    columns = {}
+    columns = {"step": frame["step"]}  # a constant too has a value for every row
     for name in expression.columns:
         column = FACTS.get(name.lower(), f"field:{name.lower()}")
         known = column in frame.columns

@@ -12,6 +12,8 @@ from typing import Literal
 
 from rollsift.schemas.errors import InputError, UsageError
 
+from .readers import generation, jsonl, parquet
+
 STEP_FILE = re.compile(
     r"(?:completions_)?(?P<step>\d{1,18})(?:\.v(?P<version>\d{1,9}))?"
     r"\.(?P<kind>jsonl|parquet)(?:\.(?P<compression>gz|zst))?"
@@ -40,10 +42,11 @@ class Logs:
 
 
 def discover(logs: Sequence[str | os.PathLike[str]]) -> Logs:
-    """Find the step files that `logs` names: files, folders (not their subfolders) and globs.
+    """Find the step files that `logs` names: files, folders (not their subfolders) and globs. The
+    name of a file in a folder must tell its step, that of others may leave it to the content.
 
     Raises UsageError for a path that is not there, InputError where nothing is left, where two
-    files hold the same step, and for a named file whose name tells no step.
+    files hold the same step, and for a named file that tells no step.
     """
     files: dict[Path, Path] = {}
     notes: list[str] = []
@@ -89,12 +92,10 @@ def _names(names: Iterable[str], most: int = 5) -> str:
 
 
 def source_at(path: Path, root: Path) -> Source:
-    """The step file at `path`; raises InputError where its name tells no step."""
+    """The step file at `path`; raises InputError where neither name nor content tells a step."""
     match = STEP_FILE.fullmatch(path.name)
     if not match:
-        raise InputError(
-            f"{path}: the name tells no step; rename it to the step it holds, like {EXPECTED}"
-        )
+        return _nameless(path, root)
     if match["kind"] == "parquet" and match["compression"]:
         raise InputError(f"{path}: a compressed Parquet file cannot be read in place; unpack it")
     return Source(
@@ -104,6 +105,22 @@ def source_at(path: Path, root: Path) -> Source:
         version=int(match["version"] or 1),
         kind="parquet" if match["kind"] == "parquet" else "jsonl",
     )
+
+
+def _nameless(path: Path, root: Path) -> Source:
+    """A file whose step stands in its first record. verl's generation comes before any step: 0."""
+    kind: Literal["jsonl", "parquet"] = "parquet" if parquet.matches(path) else "jsonl"
+    if kind == "jsonl":
+        step = jsonl.first(path).get("step")
+    else:
+        step = 0 if generation.matches(path) else parquet.first(path, "step")
+    whole = re.fullmatch(r"(\d{1,18})(\.0)?", str(step))
+    if not whole:
+        raise InputError(
+            f"{path}: the name tells no step, and no first record with a `step` does; rename it to "
+            f"the step it holds, like {EXPECTED}"
+        )
+    return Source(path, path.relative_to(root).as_posix(), int(whole[1]), 1, kind)
 
 
 def _one_per_step(

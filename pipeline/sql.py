@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rollsift.schemas.columns import BAD_RECORDS, GROUPS, ROLLOUTS, VIEWS
 from rollsift.schemas.errors import InputError, UsageError
@@ -25,7 +26,9 @@ from .texts import TEXTS, stored_name
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-_TYPES = {"string": "VARCHAR", "bool": "BOOLEAN", "nested": "JSON", "mixed": "JSON"}
+_TYPES = {
+    "string": "::VARCHAR", "bool": "::BOOLEAN", "nested": "::JSON", "mixed": "::JSON",
+}  # fmt: skip
 
 
 def query(run: Run, text: str, parameters: Mapping[str, Any] | None = None) -> DuckDBPyConnection:
@@ -108,6 +111,19 @@ class _Views:
         self.run, self.connection, self.seen = run, connection, seen
         self.steps = list(run.steps().values())
         self.root = Path(run.info.log_root)
+        self.kinds, self.fields = self._fields()
+
+    def _fields(self) -> tuple[dict[str, str], Fields]:
+        """All fields of the run, as its last step knows them."""
+        if not self.steps:
+            return {}, resolve({}, None, None)
+        manifest = self.steps[-1].manifest
+        wanted, tokenizer = manifest.recipe["length"], "tokenizer" in self.run.info.reader
+        try:
+            length = length_of(manifest.field_types, wanted, tokenizer, "")
+        except InputError:
+            length = None
+        return manifest.field_types, resolve(manifest.field_types, manifest.reward_field, length)
 
     def needed(self) -> list[str]:
         """The views that the query names, each after those that it is made from."""
@@ -138,16 +154,19 @@ class _Views:
         return _read(paths, "union_by_name = true" if union else "")
 
     def _rollouts(self) -> str:
-        copied = [step for step in self.steps if _is_copied(step)]
-        referenced = [step for step in self.steps if not _is_copied(step)]
-        parts = []
-        if copied:
-            parts.append(self._part(copied, self._copied_text(copied)))
-        if referenced:
-            parts.append(self._part(referenced, *self._referenced_text(referenced)))
+        wanted = self._wanted()
+        if not wanted:
+            return self._part(self.steps, {}, "")
+        homes: dict[bool, list[Step]] = {}
+        for step in self.steps:
+            homes.setdefault(self._is_copied(step), []).append(step)
+        parts = [
+            self._part(steps, *self._texts(steps, wanted, copied))
+            for copied, steps in homes.items()
+        ]
         return " UNION ALL BY NAME ".join(f"({part})" for part in parts)
 
-    def _part(self, steps: Sequence[Step], texts: Mapping[str, str], join: str = "") -> str:
+    def _part(self, steps: Sequence[Step], texts: Mapping[str, str], join: str) -> str:
         """SELECT of the rollouts of some steps; `texts` maps shown text columns to expressions."""
         shown = []
         from_groups = False
@@ -165,68 +184,51 @@ class _Views:
         shown += [f"{text} AS {_quote(name)}" for name, text in others.items()]
         if "kept" not in {name.removeprefix("r.") for name in shown}:
             shown.append("r.kept")
-        source = f"{self._tables('rollouts', steps, union=bool(texts) and not join)} r {join}"
+        shown += [
+            f"r.{column} AS {_quote(logged)}"
+            for logged, column in self.fields.aliases.items()
+            if column not in TEXTS and self._wants(logged)
+        ]
+        union = any(text.startswith("r.") for text in texts.values())
+        source = f"{self._tables('rollouts', steps, union=union)} r {join}"
         if from_groups:
             same = 'r.step = g.step AND r."group" = g."group"'
             source += f" LEFT JOIN {self._tables('groups', steps)} g ON {same}"
         return f"SELECT {', '.join(shown)} FROM {source}"
 
-    def _fields(self, steps: Sequence[Step]) -> Fields:
-        manifest = steps[-1].manifest
-        kinds = manifest.field_types
-        try:
-            length = length_of(kinds, manifest.recipe["length"], False, "")
-        except InputError:
-            length = None
-        return resolve(kinds, manifest.reward_field, length)
+    def _is_copied(self, step: Step) -> bool:
+        """Whether a step's text lies in its own table, if it has any rows at all."""
+        counts = step.manifest.counts
+        table = self.run.table("rollouts", step.step, step.version)
+        return counts.rows == counts.bad_records or "response" in pq.read_schema(table).names
 
-    def _copied_text(self, steps: Sequence[Step]) -> dict[str, str]:
-        fields = self._fields(steps)
-        kinds = steps[-1].manifest.field_types
-        wanted = {name: f"r.{name}" for name in TEXTS if self._wants(name)}
-        extras = {
-            shown: stored_name(field)
-            for field, shown in fields.extras.items()
-            if self._wants(shown)
+    def _wanted(self) -> dict[str, tuple[str, str, str]]:
+        """Text and extras that the query can see: shown name -> (stored column, logged field, cast
+        of what is stored)."""
+        texts = {name: name for name in TEXTS}
+        texts |= {logged: name for logged, name in self.fields.aliases.items() if name in TEXTS}
+        wanted = {
+            shown: (name, self.fields.columns.get(name, ""), "::VARCHAR")
+            for shown, name in texts.items()
         }
-        if extras:
-            stored = self._columns(self._tables("rollouts", steps, union=True))
-            for shown, name in extras.items():
-                type_ = _TYPES.get(kinds[_key(fields.extras, shown)])
-                cast = f"::{type_}" if type_ else ""
-                wanted[shown] = f"r.{_quote(name)}{cast}" if name in stored else "NULL"
-        return wanted | self._aliases(fields)
+        for field, shown in self.fields.extras.items():
+            wanted[shown] = (stored_name(field), field, _TYPES.get(self.kinds[field], ""))
+        return {shown: found for shown, found in wanted.items() if self._wants(shown)}
 
-    def _aliases(self, fields: Fields, source: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Consumed fields under their logged names."""
-        return {
-            logged: f"r.{column}"
-            for logged, column in fields.aliases.items()
-            if self._wants(logged) and (source is None or column not in source)
-        }
-
-    def _referenced_text(self, steps: Sequence[Step]) -> tuple[dict[str, str], str]:
-        """Text columns of Parquet sources, and the join that brings them in."""
-        fields = self._fields(steps)
-        logged = {
-            name: fields.columns[name]
-            for name in TEXTS
-            if name in fields.columns and self._wants(name)
-        }
-        logged |= {shown: field for field, shown in fields.extras.items() if self._wants(shown)}
-        text_aliases = {
-            alias: alias
-            for alias, column in fields.aliases.items()
-            if column in TEXTS and self._wants(alias)
-        }
-        light = {
-            alias: f"r.{column}"
-            for alias, column in fields.aliases.items()
-            if column not in TEXTS and self._wants(alias)
-        }
-        logged |= text_aliases
-        if not logged:
-            return light, ""
+    def _texts(
+        self, steps: Sequence[Step], wanted: Mapping[str, tuple[str, str, str]], copied: bool
+    ) -> tuple[dict[str, str], str]:
+        """What is wanted as expressions over steps, and the join with their sources if it needs it:
+        the text of a Parquet source is not stored again."""
+        stored = self._columns(self._tables("rollouts", steps, union=True))
+        texts, absent = {}, {}
+        for shown, (column, field, cast) in wanted.items():
+            there = column in stored
+            texts[shown] = f"r.{_quote(column)}{cast}" if there else f"NULL{cast}"
+            if field and not (there or copied):
+                absent[shown] = field
+        if not absent:
+            return texts, ""
         paths = [self.root / step.manifest.sources[0].file for step in steps]
         for path in paths:
             if not path.exists():
@@ -235,16 +237,13 @@ class _Views:
                     "gone; bring it back"
                 )
         source = _read(paths, "union_by_name = true, filename = true, file_row_number = true")
-        stored = self._columns(source)
-        texts = {}
-        for shown, field in logged.items():
-            cast = "::VARCHAR" if shown in TEXTS or shown in text_aliases else ""
-            texts[shown] = f"s.{_quote(field)}{cast}" if field in stored else "NULL::VARCHAR"
+        logged = self._columns(source)
+        for shown, field in absent.items():
+            cast = "" if field in self.fields.extras else "::VARCHAR"
+            if field in logged:
+                texts[shown] = f"s.{_quote(field)}{cast}"
         where = f"s.filename = {_literal(f'{self.root.as_posix()}/')} || r.source_file"
-        return (
-            texts | light,
-            f"LEFT JOIN {source} s ON {where} AND s.file_row_number = r.source_row",
-        )
+        return texts, f"LEFT JOIN {source} s ON {where} AND s.file_row_number = r.source_row"
 
     def _columns(self, source: str) -> set[str]:
         rows = self.connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
@@ -289,15 +288,6 @@ class _Views:
     def _bad_records(self) -> str:
         bad = [step for step in self.steps if step.manifest.counts.bad_records]
         return f"SELECT * FROM {self._tables('bad_records', bad)}" if bad else _no_rows(BAD_RECORDS)
-
-
-def _is_copied(step: Step) -> bool:
-    """Whether a step's text was copied into its table: so it is unless its source is Parquet."""
-    return ".parquet" not in step.manifest.sources[0].file
-
-
-def _key(mapping: Mapping[str, str], value: str) -> str:
-    return next(key for key, held in mapping.items() if held == value)
 
 
 def _read(paths: Sequence[Path], options: str = "") -> str:

@@ -13,6 +13,7 @@ import polars as pl
 from rollsift.schemas.errors import InputError
 from rollsift.schemas.recipe import Recipe
 
+from .aids import NOTHING, Aids
 from .load import Carried, Loaded, load
 from .score import rollouts, rules
 from .sources import Logs
@@ -29,9 +30,11 @@ class Stats:
     bad: list[str] = field(default_factory=list)
 
 
-def stats_of_logs(logs: Logs, progress: Callable[[int], None] = lambda _: None) -> Stats:
+def stats_of_logs(
+    logs: Logs, progress: Callable[[int], None] = lambda _: None, aids: Aids = NOTHING
+) -> Stats:
     """Read logs as a filter would. Raises InputError where nothing of them can be read."""
-    by = rules(Recipe())
+    by = rules(Recipe(), aids)
     carried = Carried()
     loaded: list[Loaded] = []
     parts: list[pl.DataFrame] = []

@@ -19,6 +19,7 @@ from rollsift.schemas.errors import BadRecord, InputError, RecipeError
 from rollsift.schemas.recipe import Recipe
 
 from . import difficulty
+from .aids import NOTHING, Aids
 from .difficulty import Thresholds
 from .judge import Scored, judge, measure
 from .load import Carried, Loaded, load
@@ -36,16 +37,20 @@ def sweep(
     logs: Logs,
     points: Sequence[Point],
     *,
+    aids: Aids = NOTHING,
     skip_bad: bool = False,
     notify: Notify = lambda _: None,
     progress: Progress = lambda _: None,
 ) -> None:
     """Count in every point what a filter by its recipe would keep.
 
-    `notify` takes remarks for a person, `progress` the number of bytes read. Raises what the filter
-    would raise.
+    `aids` are a tokenizer and a reward function to read the logs by; `notify` takes remarks for a
+    person, `progress` the number of bytes read. Raises what the filter would raise.
     """
-    _Sweep(logs, points, skip_bad, notify, progress).run()
+    work = _Sweep(logs, skip_bad, notify, progress)
+    for point in points:
+        work.add(point, rules(point.recipe, aids))
+    work.run()
 
 
 class _Scoring:
@@ -105,25 +110,17 @@ class _NoSpool(Spool):
 
 
 class _Sweep:
-    def __init__(
-        self,
-        logs: Logs,
-        points: Sequence[Point],
-        skip_bad: bool,
-        notify: Notify,
-        progress: Progress,
-    ) -> None:
-        self.logs, self.points, self.skip_bad = logs, points, skip_bad
-        self.notify, self.progress = notify, progress
+    def __init__(self, logs: Logs, skip_bad: bool, notify: Notify, progress: Progress) -> None:
+        self.logs, self.skip_bad, self.notify, self.progress = logs, skip_bad, notify, progress
+        self.points = 0
         self.readings: dict[Any, _Reading] = {}
         self.notes: dict[str, list[str]] = {}
         self.bad: list[BadRecord] = []
         self.errors: list[str] = []
-        for point in points:
-            self._place(point)
 
-    def _place(self, point: Point) -> None:
-        by = rules(point.recipe)
+    def add(self, point: Point, by: Rules) -> None:
+        """Put a point to those that it shares work with."""
+        self.points += 1
         read_alike = (point.recipe.reward, point.recipe.length, by.wanted, by.as_numbers)
         reading = self.readings.setdefault(read_alike, _Reading(by))
         without_k = msgspec.structs.replace(point.recipe, k=1)
@@ -190,7 +187,7 @@ class _Sweep:
         for text, labels in self.notes.items():
             told = list(dict.fromkeys(labels))
             more = f" and {len(told) - 3} more" if len(told) > 3 else ""
-            whose = "" if len(told) == len(self.points) else f"{'; '.join(told[:3])}{more}: "
+            whose = "" if len(told) == self.points else f"{'; '.join(told[:3])}{more}: "
             self.notify(f"{whose}{text}")
 
 

@@ -72,7 +72,7 @@ def manifest_of(
         step=source.step,
         previous=previous,
         recipe=plain(recipe),
-        sources=[Pinned(source.file, loaded.records, loaded.digest)],
+        sources=[Pinned(source.file, loaded.records, loaded.digest), *loaded.pins],
         length_unit=loaded.carried.unit,
         reward_field=loaded.carried.reward,
         field_types=loaded.carried.kinds,

@@ -35,18 +35,21 @@ def joint(one: str | None, other: str) -> str:
 
 
 def text_part(
-    rows: pl.DataFrame, source_row: pl.Series, fields: Fields, kinds: Mapping[str, str]
+    rows: pl.DataFrame, source_row: pl.Series, fields: Fields, kinds: Mapping[str, str], copy: bool
 ) -> tuple[pl.DataFrame, dict[str, str]]:
-    """A chunk's text and extras under their stored names; -> (columns, kind of each extra)."""
+    """A chunk's text and extras under their stored names; -> (columns, kind of each extra).
+
+    Without `copy` only what its source does not hold: the results of a reward function.
+    """
     columns = {"source_row": source_row}
-    for name in TEXTS:
+    for name in TEXTS if copy else ():
         logged = fields.columns.get(name)
         if logged in rows.columns:
             columns[name] = _plain(rows[logged], kinds.get(str(logged), "string"))
         else:
             columns[name] = pl.repeat(None, len(rows), dtype=pl.String, eager=True)
     found = {}
-    for field in fields.extras:
+    for field in fields.extras if copy else fields.results:
         if field in rows.columns:
             columns[stored_name(field)] = rows[field]
             found[stored_name(field)] = _kind(rows[field], kinds.get(field, "null"))
@@ -68,7 +71,7 @@ def joined(spool: Spool, rows: pl.DataFrame) -> Iterator[pl.DataFrame]:
         if len(facts) != len(text):  # rows that no group could take
             text = text.filter(pl.col("source_row").is_in(facts["source_row"].implode()))
         extras = [_typed(text, name, found.get(name), kind) for name, kind in kinds.items()]
-        yield facts.hstack(text.select(TEXTS).get_columns() + extras)
+        yield facts.hstack([text[name] for name in TEXTS if name in text.columns] + extras)
 
 
 def _plain(values: pl.Series, kind: str) -> pl.Series:

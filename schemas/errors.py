@@ -77,9 +77,14 @@ class InputError(RollsiftError):
         listed = [r for r in self.bad if firsts[r.source_file] is r]
         listed += [r for r in self.bad if firsts[r.source_file] is not r][:most]
         lines = [str(self)] if str(self) else []
-        lines += [f"{len(self.bad)} bad records in {len(firsts)} files; nothing was published"]
+        records, files = _counted(len(self.bad), "bad record"), _counted(len(firsts), "file")
+        lines += [f"{records} in {files}; nothing was published"]
         lines += [f"  {record}" for record in self.bad if record in listed]
         if len(self.bad) > len(listed):
             lines.append(f"  and {len(self.bad) - len(listed)} more")
         lines.append("Mend the files, or leave these records out with --skip-bad")
         return "\n".join(lines)
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -216,7 +216,7 @@ def _grouped(step: int, records: Sequence[Record], recipe: Mapping[str, Any]) ->
         else:
             group = groups.setdefault(homes[key], Group(homes[key]))
             group.rollouts.append(rollout)
-        verdicts |= {i: (rollout, group) for i in rollout.rows}
+        verdicts |= dict.fromkeys(rollout.rows, (rollout, group))
     source = "uid" if named else "prompt"
     return Step(step, len(records), bad, source, list(groups.values()), verdicts, lengths)
 

@@ -133,9 +133,9 @@ def logs(draw: st.DrawFn, recipe: dict[str, Any]) -> dict[int, list[dict[str, An
             log[step] = [{**record, "step": step} for record in again]
             continue
         log[step] = _records(draw, step, how)
-    first = next((record for records in log.values() for record in records), None)
-    if first is not None and how["acc"] and all(r.get("acc") is None for r in sum(log.values(), [])):
-        for record in sum(log.values(), []):
+    every = [record for records in log.values() for record in records]
+    if how["acc"] and all(record.get("acc") is None for record in every):
+        for record in every:
             record["acc"] = 1
     return log
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +39,8 @@ class _Unusable(Exception):
 
     def __init__(self, reason: str, field: str | None = None) -> None:
         super().__init__(reason)
-        self.field = field
+        # Half of a surrogate pair in a key is no text either: shown as it was written.
+        self.field = field and field.encode(errors="backslashreplace").decode()
 
 
 class Reader:
@@ -87,9 +89,21 @@ class Reader:
                 places.append((row, at))
             except _Unusable as error:
                 # Only a record without its line feed can have been cut.
-                whole = row if data.endswith(b"\n") else None
+                whole = row if data.endswith(b"\n") or _is_json(text) else None
                 bad.append(BadRecord(self.file, whole, at, error.field, str(error)))
         return chunk(self.file, rows, places, bad, kinds)
+
+
+def first(path: Path) -> dict[str, Any]:
+    """The first record, empty where none can be read."""
+    with path.open("rb", buffering=0) as raw, ThreadPoolExecutor(1) as hasher:
+        try:
+            for line, start, data in _pieces(_Hashing(raw, None, hasher)):
+                for _, offset, text in _lines(data, line, start):
+                    return _record(text, offset)
+        except (_Unusable, OSError):
+            pass
+    return {}
 
 
 class _Hashing(io.RawIOBase):
@@ -172,7 +186,7 @@ def _pieces(file: _Hashing) -> Iterator[tuple[int, int, bytes]]:
                 yield line, offset, whole
                 line, offset = line + whole.count(b"\n"), offset + len(whole)
             if tail > MAX_RECORD:
-                raise _too_long(line + 1, tail)
+                raise _too_long(line + 1)
             held, size = [rest], tail
         if failure:
             raise failure
@@ -187,10 +201,14 @@ def _lines(data: bytes, line: int, offset: int) -> Iterator[tuple[int, int, byte
     for text in data.split(b"\n"):
         line += 1
         if len(text) > MAX_RECORD:
-            raise _too_long(line, len(text))
+            raise _too_long(line)
         if text.strip(b" \t\r") not in (b"", b"\xef\xbb\xbf"):
             yield line, offset, text
         offset += len(text) + 1
+
+
+def _too_long(line: int) -> _Unusable:
+    return _Unusable(f"line {line} has more than {MAX_RECORD >> 20} MiB; no record is that long")
 
 
 def _record(data: bytes, start: int) -> dict[str, Any]:
@@ -207,8 +225,11 @@ def _record(data: bytes, start: int) -> dict[str, Any]:
         raise _Unusable(f"byte {at}: not JSON ({error.msg}); the record may be cut") from None
     except RecursionError:
         raise _Unusable(f"byte {start}: {_TOO_DEEP}") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise _Unusable(f"byte {start}: not a number that can be read ({error})") from None
+    except _Unusable as error:
+        raise _Unusable(f"byte {start}: {error}", error.field) from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise _Unusable(f"byte {start}: an integer of more than {most:,} digits") from None
     if not isinstance(value, dict):
         raise _Unusable(f"byte {start}: found {word(value)}, expected an object")
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
@@ -216,6 +237,14 @@ def _record(data: bytes, start: int) -> dict[str, Any]:
     if b"\\ud" in data or b"\\uD" in data:
         _check_surrogates(value, start)
     return value
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        json.loads(data.decode("utf-8-sig"), parse_int=len)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _depth(value: Any) -> int:

@@ -7,7 +7,7 @@ tens of GB of repeated text that its footer does not tell of.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,42 @@ from rollsift.schemas.errors import BadRecord
 from . import Chunk, Chunks
 
 LIGHT_ROWS, HEAVY_ROWS = 1 << 17, 1 << 13  # rows a batch without and with lists or long text
+BATCH = 256 << 20  # bytes that a batch should hold, by the footer
 MAX_BATCH = 2 << 30  # bytes of text that a batch may expand to
 MAX_LIST = 1 << 24  # values in the lists of a row, on average over a row group
+# Tokens take 1 to 4 bytes each and bombs none. Masks take none either, so below this many values
+# in a row group nothing is asked.
+MAX_RATIO, RATIO_FROM = 500, 1 << 26
+VALUE = 8  # bytes of a list's value
+BLOCK = 4 << 20  # bytes hashed at a time
+
+
+# What pyarrow and Polars raise for broken bytes and for types that they do not know.
+UNREADABLE = (
+    pa.ArrowException,
+    pl.exceptions.PolarsError,
+    pl.exceptions.PanicException,
+    OSError,
+    OverflowError,
+    TypeError,
+    ValueError,
+)
+
+
+def matches(path: Path) -> bool:
+    """Whether a file is Parquet by its first bytes."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def first(path: Path, column: str) -> Any:
+    """The column's value in the first row, None where there is none."""
+    try:
+        with pq.ParquetFile(path) as file:
+            batch = next(file.iter_batches(1, columns=[column]), None)
+        return batch[0][0].as_py() if batch and batch.num_columns and len(batch) else None
+    except UNREADABLE:
+        return None
 
 
 class Reader:
@@ -55,7 +89,7 @@ class Reader:
                 yield from self._batches(file, found, columns, progress)
                 self.records = file.metadata.num_rows
                 self.digest = digest(self.path, file.metadata, columns)
-        except (pa.ArrowException, OSError, ValueError) as error:
+        except UNREADABLE as error:
             reason = f"cannot be read as Parquet: {_first_line(error)}"
             yield Chunk(*_nothing(), {}, [BadRecord(self.file, None, None, None, reason)])
 
@@ -81,17 +115,18 @@ class Reader:
     ) -> Chunks:
         schema = file.schema_arrow
         heavy = [name for name in columns if pa.types.is_nested(schema.field(name).type)]
-        _check_lists(file.metadata, heavy)
-        texts = [name for name in columns if _is_text(schema.field(name).type)]
         size = self.path.stat().st_size
+        _check_lists(file.metadata, heavy, size)
+        texts = [name for name in columns if _is_text(schema.field(name).type)]
+        words = [name for name in columns if kinds[name] == "string"]
+        most = HEAVY_ROWS if heavy or len(texts) > 1 else LIGHT_ROWS
         with pq.ParquetFile(self.path, memory_map=False, read_dictionary=texts) as reader:
             start = 0
             # An empty file still tells its fields.
             yield Chunk(*_nothing(), kinds)
-            for batch in reader.iter_batches(
-                HEAVY_ROWS if heavy or len(texts) > 1 else LIGHT_ROWS, columns=columns
-            ):
-                rows = pl.DataFrame([_series(name, batch.column(name)) for name in columns])
+            at_a_time = _batch_rows(file.metadata, columns, heavy, most)
+            for batch in _slices(reader.iter_batches(at_a_time, columns=columns), texts):
+                bad = self._not_text(batch, words, start)
                 places = pl.DataFrame(
                     {
                         "source_row": pl.int_range(start, start + len(batch), eager=True),
@@ -101,7 +136,42 @@ class Reader:
                 start += len(batch)
                 if progress:
                     progress(size * len(batch) // max(1, file.metadata.num_rows))
-                yield Chunk(places, rows, kinds)
+                if bad:
+                    good = ~places["source_row"].is_in(list(bad))
+                    batch, places = batch.filter(good.to_arrow()), places.filter(good)
+                rows = pl.DataFrame([_series(name, batch.column(name)) for name in columns])
+                yield Chunk(places, rows, kinds, list(bad.values()))
+
+    def _not_text(
+        self, batch: pa.RecordBatch, names: Sequence[str], start: int
+    ) -> dict[int, BadRecord]:
+        """Rows whose text is not UTF-8, which neither Arrow nor Polars look at."""
+        bad: dict[int, BadRecord] = {}
+        for name in names:
+            array: Any = batch.column(name)
+            try:
+                array.validate(full=True)
+            except pa.ArrowInvalid:
+                for index, value in enumerate(_as_bytes(array)):
+                    reason = _why_not_text(value.as_py())
+                    if reason:
+                        row = start + index
+                        bad.setdefault(row, BadRecord(self.file, row, None, name, reason))
+        return bad
+
+
+def _as_bytes(array: Any) -> Any:
+    if pa.types.is_dictionary(array.type):
+        return array.dictionary.cast(pa.large_binary()).take(array.indices)
+    return array.cast(pa.large_binary())
+
+
+def _why_not_text(value: bytes | None) -> str | None:
+    try:
+        (value or b"").decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} of the text: 0x{error.object[error.start]:02x} is not UTF-8"
+    return None
 
 
 def _nothing() -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -140,29 +210,96 @@ def _agrees(kind: str, fixed: str | None) -> bool:
     return number or fixed in (None, "any", kind)
 
 
-def _check_lists(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
+def _column_chunks(
+    metadata: pq.FileMetaData, names: Sequence[str]
+) -> Iterator[tuple[pq.RowGroupMetaData, pq.ColumnChunkMetaData]]:
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         for at in range(group.num_columns):
             column = group.column(at)
-            if column.path_in_schema.split(".")[0] in names and column.num_values > MAX_LIST * max(
-                1, group.num_rows
-            ):
-                raise ValueError(
-                    f"column {column.path_in_schema}: {column.num_values} values in "
-                    f"{group.num_rows} rows; no response is that long"
-                )
+            if column.path_in_schema.split(".")[0] in names:
+                yield group, column
+
+
+def _check_lists(metadata: pq.FileMetaData, names: Sequence[str], size: int) -> None:
+    for group, column in _column_chunks(metadata, names):
+        values, rows = column.num_values, group.num_rows
+        if values > MAX_LIST * max(1, rows):
+            raise ValueError(
+                f"column {column.path_in_schema}: {values} values in {rows} rows; no response is "
+                "that long"
+            )
+        if values > RATIO_FROM and values * VALUE > MAX_RATIO * size:
+            raise ValueError(
+                f"column {column.path_in_schema}: {values} values in a file of {size} bytes; write "
+                "it anew with smaller row groups if you trust it"
+            )
+
+
+def _batch_rows(
+    metadata: pq.FileMetaData, columns: Sequence[str], nested: Sequence[str], most: int
+) -> int:
+    """How many rows to read at a time, so that they fit into memory by what the footer says."""
+    widest = 1.0
+    for group, column in _column_chunks(metadata, columns):
+        bytes_ = column.total_uncompressed_size
+        if column.path_in_schema.split(".")[0] in nested:
+            bytes_ = max(bytes_, column.num_values * VALUE)
+        widest = max(widest, bytes_ / max(1, group.num_rows))
+    return max(1, min(most, int(BATCH / widest)))
+
+
+def _slices(batches: Iterable[pa.RecordBatch], texts: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The batches, cut where their text, read as dictionaries, would expand to more than BATCH."""
+    for batch in batches:
+        size = sum(check_text(name, batch.column(name)) for name in texts)
+        step = -(-len(batch) // (1 + size // BATCH))
+        yield from (batch.slice(start, step) for start in range(0, len(batch), max(1, step)))
 
 
 def _series(name: str, array: Any) -> pl.Series:
     if pa.types.is_dictionary(array.type):
-        lengths = pc.binary_length(array.dictionary).take(array.indices)
-        if (pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0) > MAX_BATCH:
-            raise ValueError(f"column {name}: its text expands to more than {MAX_BATCH >> 30} GiB")
         array = array.cast(array.type.value_type)
-    elif pa.types.is_float16(array.type):
-        array = array.cast(pa.float32())
+    elif (known := _known(array.type)) != array.type:
+        array = array.cast(known)
     return pl.Series(name, pl.from_arrow(array))
+
+
+def _known(type_: Any) -> Any:
+    """The type that Polars knows for one that it does not: other lists, half floats, decimals of
+    256 bits, maps."""
+    if pa.types.is_float16(type_):
+        return pa.float32()
+    if pa.types.is_decimal256(type_):
+        return pa.float64()
+    if isinstance(type_, pa.MapType):
+        pair = [("key", _known(type_.key_type)), ("value", _known(type_.item_type))]
+        return pa.list_(pa.struct(pair))
+    if isinstance(type_, pa.LargeListType | pa.LargeListViewType):
+        return pa.large_list(_known(type_.value_type))
+    if isinstance(type_, pa.ListType | pa.ListViewType | pa.FixedSizeListType):
+        return pa.list_(_known(type_.value_type))
+    if isinstance(type_, pa.StructType):
+        return pa.struct([field.with_type(_known(field.type)) for field in type_])
+    return type_
+
+
+def check_text(name: str, array: Any) -> int:
+    """Bytes that the text of a column read as dictionaries expands to, in nested columns too."""
+    size = _expanded(array)
+    if size > MAX_BATCH:
+        raise ValueError(f"column {name}: its text expands to more than {MAX_BATCH >> 30} GiB")
+    return size
+
+
+def _expanded(array: Any) -> int:
+    if pa.types.is_dictionary(array.type):
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
+    if not pa.types.is_nested(array.type):
+        return 0
+    inner = array.flatten() if pa.types.is_struct(array.type) else [array.values]
+    return sum(map(_expanded, inner))
 
 
 def digest(path: Path, metadata: pq.FileMetaData, columns: Sequence[str]) -> str:
@@ -172,13 +309,12 @@ def digest(path: Path, metadata: pq.FileMetaData, columns: Sequence[str]) -> str
         raw.seek(-8, 2)
         raw.seek(-8 - int.from_bytes(raw.read(4), "little"), 2)
         sha256.update(raw.read())
-        for index in range(metadata.num_row_groups):
-            group = metadata.row_group(index)
-            for at in range(group.num_columns):
-                column = group.column(at)
-                if column.path_in_schema.split(".")[0] in columns:
-                    raw.seek(_start(column))
-                    sha256.update(raw.read(column.total_compressed_size))
+        for _, column in _column_chunks(metadata, columns):
+            raw.seek(_start(column))
+            left = column.total_compressed_size
+            while left > 0 and (block := raw.read(min(left, BLOCK))):
+                sha256.update(block)
+                left -= len(block)
     return sha256.hexdigest()
 
 

@@ -118,3 +118,17 @@ def word(value: Any) -> str:
     """What a parsed value is, for a message."""
     words = {bool: "a bool", int: "a number", float: "a number", str: "text", list: "a list"}
     return "null" if value is None else words.get(type(value), "an object")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON would give it: numpy's and torch's as Python's, what JSON lacks as text."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or type(value) in (bool, int, float):
+        return value
+    str(value).encode()  # half of a surrogate pair is no text
+    return str(value)

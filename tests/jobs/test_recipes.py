@@ -109,7 +109,9 @@ def test_gfpo_adaptive_paper_keeps_8_until_192_prompts_are_seen(tmp_path: Path) 
 
 def test_dapo_keeps_whole_groups_whose_rewards_differ(tmp_path: Path) -> None:
     """All right and all wrong go, one right of ten stays whole; a group of one cannot differ."""
-    rows = _prompt("wrong", 0) + _prompt("right", 10) + _prompt("mixed", 1) + _prompt("one", 0, of=1)
+    rows = (
+        _prompt("wrong", 0) + _prompt("right", 10) + _prompt("mixed", 1) + _prompt("one", 0, of=1)
+    )
     _log(tmp_path / "logs", 1, rows)
     assert _kept(tmp_path, "dapo-dynamic-sampling") == {
         (1, "mixed"): list(range(1, 11)),

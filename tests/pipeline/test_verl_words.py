@@ -41,7 +41,7 @@ algorithm:
 
 
 def test_filter_sample_is_metric_and_k(tmp_path: Path) -> None:
-    """The port's metric and retain_count become metric and k; the rest of the YAML is verl's own."""
+    """The port's metric and retain_count become metric and k; the rest is verl's own."""
     recipe, notes = _load(tmp_path, FILTER_SAMPLE)
     assert recipe == Recipe(name="mine", metric="token_efficiency", k=4)
     assert notes == ["verl's words are understood as metric=token_efficiency, k=4"]
@@ -100,10 +100,8 @@ def test_filter_groups_drops_groups_without_spread(
 ) -> None:
     """The rewards under verl's names are the log's reward, other names logged fields; groups stay
     whole or go."""
-    recipe, notes = _load(
-        tmp_path,
-        f"algorithm: {{filter_groups: {{enable: true, metric: {metric}, max_num_gen_batches: 10}}}}",
-    )
+    section = f"{{enable: true, metric: {metric}, max_num_gen_batches: 10}}"
+    recipe, notes = _load(tmp_path, f"algorithm: {{filter_groups: {section}}}")
     assert recipe.zero_variance == "drop"
     assert recipe.zero_variance_of == judged
     assert recipe.k == 1_000_000
@@ -141,9 +139,7 @@ def test_verls_own_default_section_is_read(tmp_path: Path) -> None:
         """,
     )
     assert recipe == Recipe(name="mine", k=8)
-    assert notes[0] == (
-        "algorithm.filter_groups.enable: is not true, so the section does nothing"
-    )
+    assert notes[0] == ("algorithm.filter_groups.enable: is not true, so the section does nothing")
 
 
 OVERRIDES = {
@@ -263,12 +259,10 @@ def test_the_command_line_says_what_it_understood(
         {"input": "p", "output": "x" * n, "score": s, "step": 1, "uid": "a"}
         for n, s in ((4, 0.0), (10, 1.0), (5, 1.0))
     ]
+    run = tmp_path / "run"
     (tmp_path / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(SystemExit) as left:
-        main(
-            ["filter", str(tmp_path / "1.jsonl"), "-r", str(tmp_path / "verl.yaml")]
-            + ["-o", str(tmp_path / "run")]
-        )
+        main(["filter", *map(str, (tmp_path / "1.jsonl", "-r", tmp_path / "verl.yaml", "-o", run))])
     printed = capsys.readouterr()
     assert left.value.code == 0
     assert printed.out.startswith("verl: kept 1 of 3 rows")
