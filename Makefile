@@ -53,9 +53,9 @@ $(VENV)/.check: $(VENV)/.run
 	touch $@
 
 # torch on its own and first: where a CPU build is at hand pip takes it, and what follows finds it
-# installed and pulls no CUDA build of several GB.
+# installed and pulls no CUDA build of several GB. Not compiled: most of it is never imported.
 $(VENV)/.test: $(VENV)/.run
 	@echo 'installing torch and verl: about 2 GB, some minutes' >&2
-	$(INSTALL) torch
-	$(INSTALL) --editable '.[test,$(EXTRAS)]'
+	$(INSTALL) --no-compile torch
+	$(INSTALL) --no-compile --editable '.[test,$(EXTRAS)]'
 	touch $@

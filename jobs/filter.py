@@ -13,7 +13,7 @@ from rollsift.pipeline.sources import discover
 from rollsift.pipeline.summary import summary
 
 from .list_recipes import SHIPPED
-from .options import aids_options
+from .options import aids_options, recipe_options
 from .output import note, progress
 
 
@@ -22,10 +22,7 @@ from .output import note, progress
     epilog="Example: rollsift filter logs/ -r gfpo-shortest -s k=4 -o run",
 )
 @click.argument("logs", nargs=-1, required=True, metavar="LOGS...")
-@click.option("-r", "--recipe", required=True, help="a shipped recipe's name, or a YAML file")
-@click.option(
-    "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="change a key of the recipe"
-)
+@recipe_options
 @aids_options
 @click.option("--skip-bad", is_flag=True, help="leave bad records out and list them in bad_records")
 @click.option(

@@ -12,6 +12,21 @@ import click
 from rollsift.pipeline.aids import Aids
 
 
+def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`-r/--recipe` and `-s/--set`."""
+    command = click.option(
+        "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="change a key of the recipe"
+    )(command)
+    return click.option(
+        "-r",
+        "--recipe",
+        required=True,
+        metavar="NAME|FILE",
+        help="a shipped recipe, or a YAML file: one of your own, or verl's with filter_sample or "
+        "filter_groups",
+    )(command)
+
+
 def aids_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`--tokenizer` and `--reward-fn`, which the command gets loaded, as `aids`."""
 

@@ -14,7 +14,7 @@ from rollsift.pipeline.sources import discover
 from rollsift.pipeline.sweep import sweep
 
 from .list_recipes import SHIPPED
-from .options import aids_options
+from .options import aids_options, recipe_options
 from .output import note, progress, write_rows
 
 
@@ -24,18 +24,15 @@ from .output import note, progress, write_rows
     "--grid metric=response_length,token_efficiency",
 )
 @click.argument("logs", nargs=-1, required=True, metavar="LOGS...")
-@click.option("-r", "--recipe", required=True, help="a shipped recipe's name, or a YAML file")
-@click.option(
-    "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE", help="change a key of the recipe"
-)
+@recipe_options
 @click.option(
     "--grid",
     "grids",
     multiple=True,
     required=True,
     metavar="KEY=VALUE,...",
-    help="values to try for a key; `;` separates them where one holds a comma: "
-    "'metric=greatest(response_length, 50);response_length'",
+    help="values to try for a key, every one with all of the other keys'; `;` separates where a "
+    "value holds a comma: 'metric=greatest(response_length, 50);reward'",
 )
 @aids_options
 @click.option("--skip-bad", is_flag=True, help="leave bad records out")

@@ -3,8 +3,8 @@
 recipes       YAML and -s to a recipe
 verl_words    verl's own keys to a recipe's
 sources       which files are the log, a step each
-readers       bytes to rows: readers.jsonl (readers.flat for plain records, readers.records for all),
-              readers.parquet, readers.generation
+readers       bytes to rows: readers.jsonl (by readers.flat where records are plain, else by
+              readers.records), readers.parquet, readers.generation
 rewards       scores by the user's own function
 aids          what else the user names to read a log: a tokenizer, a reward function
 fields        what logged names mean
@@ -21,7 +21,8 @@ tables        a judged step to its tables and manifest
 remarks       what a person should know of it
 store         the run folder: the one module that writes files
 batch         the driver: a whole log into a run
-sql           views over a run
+views         the views of the contract, over what is stored and the Parquet logs
+sql           one SELECT over them
 summary       a run in a few lines
 stats         what a log or a run holds, by verl's metric names
 points        a grid of recipes, and what each keeps

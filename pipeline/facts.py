@@ -24,6 +24,7 @@ from .readers import Chunk
 EXACT = 1 << 53  # up to here float64 holds every integer
 MOST = 1 << 40  # of a length: the sum over any step still fits into int64
 TRUE_TEXT = ("True", "true", "False", "false")
+_NUMBERS = {int, float, bool, type(None)}
 _NUMBER_KINDS = {"Boolean": "bool", "Int64": "int", "Float64": "float"}
 
 
@@ -138,7 +139,7 @@ class _Check:
     """Collects rows that break the contract; the first fault of a row is its bad record."""
 
     def __init__(self, chunk: Chunk, file: str) -> None:
-        self.places, self.file = chunk.places, file
+        self.places, self.file, self.kinds = chunk.places, file, chunk.kinds
         self.wrong = pl.repeat(False, len(chunk.places), dtype=pl.Boolean, eager=True)
         self.bad: list[BadRecord] = []
 
@@ -156,7 +157,7 @@ class _Check:
 
 def _text(values: pl.Series | None, count: int, kind: str | None) -> pl.Series:
     """Any logged values as text, equal for equal values, whatever stands beside them: lists of
-    numbers are joined by commas, other nested values are JSON, bytes that are no text are escaped."""
+    numbers joined by commas, other nested values as JSON, bytes that are no text escaped."""
     if values is None or values.dtype == pl.Null:
         return pl.repeat(None, count, dtype=pl.String, eager=True)
     if kind == "mixed" or values.dtype.is_float():
@@ -222,7 +223,9 @@ def _length(
     if not held:
         return nothing, nothing.is_null()
     if source == "tokens":
-        return _tokens(rows, held, check)
+        as_json = [name for name in held if check.kinds.get(name) in ("nested", "mixed")]
+        lists = [_lists(rows[name], check) for name in as_json if rows[name].dtype == pl.String]
+        return _tokens(rows.with_columns(lists), held, check)
     text = rows[held[0]]
     if text.dtype == pl.Null:
         return nothing, nothing.is_null()
@@ -257,6 +260,20 @@ def _tokens(rows: pl.DataFrame, held: Sequence[str], check: _Check) -> tuple[pl.
         unfit = (mask.list.len() != ids.list.len()) | (mask.is_null() & ~gone)
         check.refuse(unfit.fill_null(False), MASK, f"one value per value of {IDS}", mask.list.len())
     return inner.list.sum().set(gone, None), gone
+
+
+def _lists(values: pl.Series, check: _Check) -> pl.Series:
+    """Lists of numbers from JSON text. Ids may be of any size: only 0 and 1 stay as they are."""
+    found: list[list[float | None] | None] = []
+    wrong = []
+    for text in values:
+        items = None if text is None else json.loads(text)
+        fits = items is None or (isinstance(items, list) and set(map(type, items)) <= _NUMBERS)
+        wrong.append(not fits)
+        items = items if fits else None
+        found.append(items and [x and max(-2, min(2, x)) for x in items])
+    check.refuse(pl.Series(wrong, dtype=pl.Boolean), values.name, "a list of numbers", values)
+    return pl.Series(values.name, found, pl.List(pl.Float64), strict=False)
 
 
 def _is_list_of_numbers(dtype: pl.DataType) -> bool:

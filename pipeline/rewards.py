@@ -151,8 +151,10 @@ def _told(error: BaseException) -> str:
     if isinstance(error, _Unfit):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     said = (str(error).splitlines() or [""])[0][:200]
+    where = ""
+    if frames and not isinstance(error, SyntaxError):  # which says it itself
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
     return f"raised {type(error).__name__}: {said}{where}"
 
 

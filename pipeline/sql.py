@@ -1,34 +1,18 @@
-"""SQL over a run: the views of the contract in DuckDB, built for the columns that a query names.
-
-Joining the text of Parquet sources costs ten times a light query, so a view holds only what the
-query can see: its columns by name, or all of them where it says `*`.
-"""
+"""SQL over a run: one SELECT over the views of the contract, in DuckDB."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from rollsift.schemas.errors import UsageError
 
-from rollsift.schemas.columns import BAD_RECORDS, GROUPS, ROLLOUTS, VIEWS
-from rollsift.schemas.errors import InputError, UsageError
-from rollsift.schemas.reasons import NOT_COUNTED
-
-from .fields import Fields, length_of, resolve
-from .store import Run, Step
-from .texts import TEXTS, stored_name
+from .store import Run
+from .views import Seen, Views
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
-
-_TYPES = {
-    "string": "::VARCHAR", "bool": "::BOOLEAN", "nested": "::JSON", "mixed": "::JSON",
-}  # fmt: skip
 
 
 def query(run: Run, text: str, parameters: Mapping[str, Any] | None = None) -> DuckDBPyConnection:
@@ -47,13 +31,13 @@ def query(run: Run, text: str, parameters: Mapping[str, Any] | None = None) -> D
             return _with_views(run, connection, seen).execute(text, values)
         except duckdb.BinderException:
             # Over all columns DuckDB can say which name was perhaps meant.
-            return _with_views(run, connection, _Seen()).execute(text, values)
+            return _with_views(run, connection, Seen()).execute(text, values)
     except duckdb.Error as error:
         raise UsageError(f"SQL: {error}") from None
 
 
-def _with_views(run: Run, connection: DuckDBPyConnection, seen: _Seen) -> DuckDBPyConnection:
-    views = _Views(run, connection, seen)
+def _with_views(run: Run, connection: DuckDBPyConnection, seen: Seen) -> DuckDBPyConnection:
+    views = Views(run, connection, seen)
     for name in views.needed():
         connection.execute(f"CREATE OR REPLACE TEMP VIEW {name} AS {views.definition(name)}")
     return connection
@@ -69,19 +53,11 @@ def _check_one_select(text: str) -> None:
         raise UsageError(f"SQL: expected one SELECT, found {found}; a run is only read")
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a query can see: tables and columns by name, in lower case; None for all of them."""
-
-    tables: frozenset[str] | None = None
-    columns: frozenset[str] | None = None
-
-
-def _seen(connection: DuckDBPyConnection, text: str) -> _Seen:
+def _seen(connection: DuckDBPyConnection, text: str) -> Seen:
     row = connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [text]).fetchone()
     tree = json.loads(row[0]) if row else {"error": True}
     if tree["error"]:
-        return _Seen()  # EXPLAIN and what cannot be serialised
+        return Seen()  # EXPLAIN and what cannot be serialised
     columns: set[str] = set()
     tables: set[str] = set()
     everything = False
@@ -101,213 +77,4 @@ def _seen(connection: DuckDBPyConnection, text: str) -> _Seen:
     # A view's own name as a value is the whole row.
     everything = everything or bool(columns & tables)
     listing = "show_type" in str(tree)  # SHOW and DESCRIBE
-    return _Seen(None if listing else frozenset(tables), None if everything else frozenset(columns))
-
-
-class _Views:
-    """Definitions of the views over the newest version of each step."""
-
-    def __init__(self, run: Run, connection: DuckDBPyConnection, seen: _Seen) -> None:
-        self.run, self.connection, self.seen = run, connection, seen
-        self.steps = list(run.steps().values())
-        self.root = Path(run.info.log_root)
-        self.kinds, self.fields = self._fields()
-
-    def _fields(self) -> tuple[dict[str, str], Fields]:
-        """All fields of the run, as its last step knows them."""
-        if not self.steps:
-            return {}, resolve({}, None, None)
-        manifest = self.steps[-1].manifest
-        wanted, tokenizer = manifest.recipe["length"], "tokenizer" in self.run.info.reader
-        try:
-            length = length_of(manifest.field_types, wanted, tokenizer, "")
-        except InputError:
-            length = None
-        return manifest.field_types, resolve(manifest.field_types, manifest.reward_field, length)
-
-    def needed(self) -> list[str]:
-        """The views that the query names, each after those that it is made from."""
-        wanted = VIEWS if self.seen.tables is None else self.seen.tables & set(VIEWS)
-        base = ["rollouts"] if {"kept", "discarded"} & set(wanted) else []
-        return list(dict.fromkeys(base + sorted(wanted, key=list(VIEWS).index)))
-
-    def definition(self, name: str) -> str:
-        """The SELECT that a view stands for."""
-        if name in ("kept", "discarded"):
-            return f"SELECT * FROM rollouts WHERE {'' if name == 'kept' else 'NOT '}kept"
-        if name == "groups" and self.steps:
-            columns = ", ".join(column.name for column in GROUPS)
-            return f"SELECT {columns} FROM {self._tables('groups')}"
-        makers = {
-            "rollouts": self._rollouts, "steps": self._steps, "bad_records": self._bad_records,
-        }  # fmt: skip
-        return makers[name]() if self.steps else _no_rows(VIEWS[name])
-
-    def _wants(self, name: str) -> bool:
-        return self.seen.columns is None or name.lower() in self.seen.columns
-
-    def _tables(self, kind: str, steps: Sequence[Step] | None = None, union: bool = False) -> str:
-        paths = [
-            self.run.table(kind, step.step, step.version)
-            for step in (self.steps if steps is None else steps)
-        ]
-        return _read(paths, "union_by_name = true" if union else "")
-
-    def _rollouts(self) -> str:
-        wanted = self._wanted()
-        if not wanted:
-            return self._part(self.steps, {}, "")
-        homes: dict[bool, list[Step]] = {}
-        for step in self.steps:
-            homes.setdefault(self._is_copied(step), []).append(step)
-        parts = [
-            self._part(steps, *self._texts(steps, wanted, copied))
-            for copied, steps in homes.items()
-        ]
-        return " UNION ALL BY NAME ".join(f"({part})" for part in parts)
-
-    def _part(self, steps: Sequence[Step], texts: Mapping[str, str], join: str) -> str:
-        """SELECT of the rollouts of some steps; `texts` maps shown text columns to expressions."""
-        shown = []
-        from_groups = False
-        for column in ROLLOUTS:
-            if not self._wants(column.name):
-                continue
-            if column.home == "rollouts":
-                shown.append(f"r.{column.name}")
-            elif column.home == "groups":
-                shown.append(f"g.{column.name}")
-                from_groups = True
-            else:
-                shown.append(f"{texts.get(column.name, 'NULL::VARCHAR')} AS {column.name}")
-        others = {name: text for name, text in texts.items() if name not in TEXTS}
-        shown += [f"{text} AS {_quote(name)}" for name, text in others.items()]
-        if "kept" not in {name.removeprefix("r.") for name in shown}:
-            shown.append("r.kept")
-        shown += [
-            f"r.{column} AS {_quote(logged)}"
-            for logged, column in self.fields.aliases.items()
-            if column not in TEXTS and self._wants(logged)
-        ]
-        union = any(text.startswith("r.") for text in texts.values())
-        source = f"{self._tables('rollouts', steps, union=union)} r {join}"
-        if from_groups:
-            same = 'r.step = g.step AND r."group" = g."group"'
-            source += f" LEFT JOIN {self._tables('groups', steps)} g ON {same}"
-        return f"SELECT {', '.join(shown)} FROM {source}"
-
-    def _is_copied(self, step: Step) -> bool:
-        """Whether a step's text lies in its own table, if it has any rows at all."""
-        counts = step.manifest.counts
-        table = self.run.table("rollouts", step.step, step.version)
-        return counts.rows == counts.bad_records or "response" in pq.read_schema(table).names
-
-    def _wanted(self) -> dict[str, tuple[str, str, str]]:
-        """Text and extras that the query can see: shown name -> (stored column, logged field, cast
-        of what is stored)."""
-        texts = {name: name for name in TEXTS}
-        texts |= {logged: name for logged, name in self.fields.aliases.items() if name in TEXTS}
-        wanted = {
-            shown: (name, self.fields.columns.get(name, ""), "::VARCHAR")
-            for shown, name in texts.items()
-        }
-        for field, shown in self.fields.extras.items():
-            wanted[shown] = (stored_name(field), field, _TYPES.get(self.kinds[field], ""))
-        return {shown: found for shown, found in wanted.items() if self._wants(shown)}
-
-    def _texts(
-        self, steps: Sequence[Step], wanted: Mapping[str, tuple[str, str, str]], copied: bool
-    ) -> tuple[dict[str, str], str]:
-        """What is wanted as expressions over steps, and the join with their sources if it needs it:
-        the text of a Parquet source is not stored again."""
-        stored = self._columns(self._tables("rollouts", steps, union=True))
-        texts, absent = {}, {}
-        for shown, (column, field, cast) in wanted.items():
-            there = column in stored
-            texts[shown] = f"r.{_quote(column)}{cast}" if there else f"NULL{cast}"
-            if field and not (there or copied):
-                absent[shown] = field
-        if not absent:
-            return texts, ""
-        paths = [self.root / step.manifest.sources[0].file for step in steps]
-        for path in paths:
-            if not path.exists():
-                raise InputError(
-                    f"{path}: the text and tokens of this run stay in its logs, and this one is "
-                    "gone; bring it back"
-                )
-        source = _read(paths, "union_by_name = true, filename = true, file_row_number = true")
-        logged = self._columns(source)
-        for shown, field in absent.items():
-            cast = "" if field in self.fields.extras else "::VARCHAR"
-            if field in logged:
-                texts[shown] = f"s.{_quote(field)}{cast}"
-        where = f"s.filename = {_literal(f'{self.root.as_posix()}/')} || r.source_file"
-        return texts, f"LEFT JOIN {source} s ON {where} AND s.file_row_number = r.source_row"
-
-    def _columns(self, source: str) -> set[str]:
-        rows = self.connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
-        return {row[0] for row in rows}
-
-    def _steps(self) -> str:
-        values = ", ".join(
-            f"({s.step}, {c.rows}, {c.kept}, {sum(c.dropped.values())}, {c.bad_records})"
-            for s in self.steps
-            for c in [s.manifest.counts]
-        )
-        uncounted = ", ".join(_literal(reason) for reason in NOT_COUNTED)
-        return f"""
-            WITH counts(step, rows, kept, dropped, bad_records) AS (VALUES {values}),
-            counted AS (
-                SELECT step, "group", kept, response_length, truncated
-                FROM {self._tables("rollouts")} WHERE coalesce(reason, '') NOT IN ({uncounted})
-            ),
-            sizes AS (
-                SELECT step, sum(group_size) AS rollouts, count(*) FILTER (group_size > 0) AS groups
-                FROM {self._tables("groups")} GROUP BY step
-            ),
-            lengths AS (
-                SELECT step,
-                    sum(response_length) AS before, sum(response_length) FILTER (kept) AS after,
-                    count(*) AS rows_before, count(*) FILTER (kept) AS rows_after,
-                    avg(truncated::INT) AS clip_before,
-                    avg(truncated::INT) FILTER (kept) AS clip_after
-                FROM counted GROUP BY step
-            )
-            SELECT step, c.rows::BIGINT AS rows, coalesce(rollouts, 0)::BIGINT AS rollouts,
-                coalesce(groups, 0)::BIGINT AS groups, c.kept::BIGINT AS kept,
-                c.dropped::BIGINT AS dropped, c.bad_records::BIGINT AS bad_records,
-                coalesce(before, 0)::BIGINT AS tokens_before,
-                coalesce(after, 0)::BIGINT AS tokens_after,
-                before / rows_before AS mean_length_before,
-                after / nullif(rows_after, 0) AS mean_length_after,
-                clip_before AS clip_ratio_before, clip_after AS clip_ratio_after
-            FROM counts c LEFT JOIN sizes USING (step) LEFT JOIN lengths USING (step)
-            ORDER BY step"""
-
-    def _bad_records(self) -> str:
-        bad = [step for step in self.steps if step.manifest.counts.bad_records]
-        return f"SELECT * FROM {self._tables('bad_records', bad)}" if bad else _no_rows(BAD_RECORDS)
-
-
-def _read(paths: Sequence[Path], options: str = "") -> str:
-    files = ", ".join(_literal(path.as_posix()) for path in paths)
-    return f"read_parquet([{files}]{', ' + options if options else ''})"
-
-
-def _quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
-_SQL_TYPES = {
-    pa.int64(): "BIGINT", pa.int32(): "INTEGER", pa.float64(): "DOUBLE", pa.bool_(): "BOOLEAN",
-}  # fmt: skip
-
-
-def _no_rows(columns: Sequence[Any]) -> str:
-    shown = [f"NULL::{_SQL_TYPES.get(c.type, 'VARCHAR')} AS {c.name}" for c in columns]
-    return f"SELECT {', '.join(shown)} WHERE false"
+    return Seen(None if listing else frozenset(tables), None if everything else frozenset(columns))

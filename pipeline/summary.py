@@ -70,7 +70,7 @@ def summary(out: Path, outcome: Outcome) -> str:
 def _line(name: str, before: float | None, after: float | None, form: str = ",.0f") -> str:
     shown = ["-" if value is None else format(value, form) for value in (before, after)]
     change = f"{(after - before) / before:+.1%}" if before and after is not None else ""
-    return f"{name:22}{shown[0]:>14}{shown[1]:>14}{change:>10}"
+    return f"{name:22}{shown[0]:>14}{shown[1]:>14}{change:>10}".rstrip()
 
 
 def _written(out: Path, outcome: Outcome) -> str:

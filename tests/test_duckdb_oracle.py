@@ -19,6 +19,7 @@ from rollsift.pipeline.sql import query
 from rollsift.pipeline.store import Run
 from rollsift.schemas.recipe import resolve
 
+SAME = "ROLLSIFT_EXAMPLES" not in os.environ
 EXAMPLES = int(os.environ.get("ROLLSIFT_EXAMPLES", "25"))
 
 # Order of rank, as SQL, by metric.
@@ -85,7 +86,9 @@ def records(draw: st.DrawFn) -> list[dict[str, Any]]:
     return found
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=EXAMPLES, derandomize=SAME, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(
     log=records(),
     metric=st.sampled_from(sorted(ORDERS)),

@@ -39,6 +39,7 @@ MANIFEST = Manifest(
 
 
 def published(value: str) -> bytes:
+    """The file that holds a manifest value, its id computed here."""
     digest = hashlib.sha256(value.encode()).hexdigest()
     return f'{{"id":"{digest}","manifest":{value}}}\n'.encode()
 

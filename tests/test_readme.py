@@ -1,4 +1,4 @@
-"""The README's console blocks, run: `python tests/test_readme.py` writes what they print into it."""
+"""The README's commands, run. `python tests/test_readme.py` writes what they print into it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(?ms)^```console\n(.*?)^```$")
@@ -34,13 +33,11 @@ def run(command: str, folder: Path) -> str:
     """What a command prints on stdout; `make run` is its own recipe with this environment's bin."""
     bin_ = Path(sys.executable).parent
     if command == "make run":
-        dry = subprocess.run(
-            ["make", "-n", "-o", ".venv/.run", "run"], cwd=folder, capture_output=True, text=True, check=True
-        )
-        command = dry.stdout.replace(".venv/bin/", "")
+        dry = ["make", "-n", "-o", ".venv/.run", "run"]
+        command = subprocess.check_output(dry, cwd=folder, text=True).replace(".venv/bin/", "")
     environment = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}"}
     done = subprocess.run(
-        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout

@@ -20,6 +20,7 @@ FORMS = ("verl_v1", "verl_v0", "tokens")
 
 
 def filtered(form: str, out: Path, **recipe: Any) -> Run:
+    """A run of one of the shipped logs."""
     filter_logs(discover([DATA / form]), resolve(recipe), out)
     return Run(out)
 

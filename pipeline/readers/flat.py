@@ -40,11 +40,13 @@ def read(data: bytes, fixed: Mapping[str, str]) -> tuple[pl.DataFrame, dict[str,
     `fixed` says what fields of earlier steps hold, as in `jsonl.Reader.chunks`.
     """
     fields = _fields(data) if data.endswith(b"\n") else None
-    bounds = _bounds(np.frombuffer(data, np.uint8), fields) if fields else None
+    if not fields:
+        return None
+    bounds = _bounds(np.frombuffer(data, np.uint8), fields)
     if bounds is None:
         return None
     # Values and what stands between them as one array of texts over the bytes as they are.
-    edges = np.concatenate([[0], bounds.ravel(), [len(data)]])
+    edges: Any = np.concatenate([[0], bounds.ravel(), [len(data)]])
     pieces = pa.LargeStringArray.from_buffers(
         len(edges) - 1, pa.py_buffer(edges), pa.py_buffer(data)
     )
@@ -61,7 +63,7 @@ def read(data: bytes, fixed: Mapping[str, str]) -> tuple[pl.DataFrame, dict[str,
             kinds[name] = kind
     except (pa.ArrowInvalid, pl.exceptions.ComputeError, _NotFlat):
         return None
-    return pl.DataFrame(columns), kinds
+    return pl.DataFrame(dict(zip(fields, columns, strict=True))), kinds
 
 
 class _NotFlat(Exception):
@@ -90,7 +92,8 @@ def _bounds(buffer: Any, fields: Mapping[str, bool]) -> Any:
         return None
     quotes = quotes.reshape(len(ends), width)
     bounds = np.empty((len(ends), 2 * len(fields)), np.int64)
-    at, lead, before = 0, b"{", np.append(0, ends[:-1] + 1)
+    at, lead = 0, b"{"
+    before: Any = np.append(0, ends[:-1] + 1)
     for index, (key, is_text) in enumerate(fields.items()):
         expected = lead + f'"{key}": '.encode()
         begin = quotes[:, at] - len(lead)

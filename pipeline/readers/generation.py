@@ -10,18 +10,20 @@ that it cannot mean here, such as `score`: there is one value a prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollsift.schemas.errors import BadRecord
 
 from ..fields import IDS, LOGGED_AS, MASK, PROMPT_IDS, REWARDS
-from . import Chunks, jsonl, parquet, records
+from . import Chunk, Chunks, jsonl, parquet, records
 
-PROMPTS = 64  # rows read at a time
+PROMPTS = 1 << 10  # rows whose responses make a chunk
 _ROLES = {name for names in LOGGED_AS.values() for name in names} - {"prompt", "data_source"}
 _TAKEN = {*_ROLES, *REWARDS, MASK, IDS, PROMPT_IDS, "response_length"}
 
@@ -30,7 +32,7 @@ def matches(path: Path) -> bool:
     """Whether a Parquet file holds generations: whether `responses` are lists of texts."""
     try:
         schema = pq.read_schema(path)
-    except (pa.ArrowException, OSError):
+    except parquet.UNREADABLE:
         return False
     at = schema.get_field_index("responses")
     type_: Any = schema.field(at).type if at >= 0 else pa.null()
@@ -49,44 +51,34 @@ class Reader(jsonl.Reader):
 
     def chunks(self, kinds: Mapping[str, str], progress: Any = None) -> Chunks:
         """Read the file; `kinds` fixes what fields of earlier steps hold, as in JSONL."""
+        prompts = parquet.Reader(self.path, self.file)
+        bad: list[BadRecord] = []
+        number = 0
         try:
-            with pq.ParquetFile(self.path, memory_map=False) as file:
-                names = columns(file.schema_arrow)
-                if len(set(names)) < len(names):
-                    raise ValueError("two columns have the same name; rename one")
-                yield from self._batches(file, names, kinds, progress)
-                self.digest = parquet.digest(self.path, file.metadata, names)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            reason = f"cannot be read as Parquet: {(str(error).splitlines() or [''])[0]}"
-            bad = BadRecord(self.file, None, None, None, reason)
-            yield records.chunk(self.file, [], [], [bad], kinds)
+            names = columns(pq.read_schema(self.path))
+            for chunk in prompts.chunks({}, lambda _: names, progress):
+                bad += chunk.bad
+                for rows in chunk.rows.iter_slices(PROMPTS):
+                    yield self._responses(rows, number, kinds)
+                    number += len(rows)
+        except parquet.UNREADABLE as error:
+            bad.append(BadRecord(self.file, None, None, None, f"cannot be read: {error}"))
+        # Of a prompt that cannot be read, the responses cannot be counted.
+        bad = [replace(record, source_row=None) for record in bad]
+        yield records.chunk(self.file, [], [], bad, kinds)
+        self.digest = prompts.digest
 
-    def _batches(
-        self, file: pq.ParquetFile, names: list[str], kinds: Mapping[str, str], progress: Any
-    ) -> Chunks:
-        leaves = [file.schema.column(at) for at in range(len(file.schema.names))]
-        texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
-        size = self.path.stat().st_size
-        rows: list[dict[str, Any]] = []
-        places: list[tuple[int, None]] = []
-        prompt = held = 0
-        with pq.ParquetFile(self.path, memory_map=False, read_dictionary=texts) as reader:
-            for batch in reader.iter_batches(PROMPTS, columns=names):
-                held += sum(map(parquet.check_text, names, batch.columns))
-                for row in batch.to_pylist():
-                    responses = row.pop("responses") or []
-                    shared = _shared(row) | {"uid": str(prompt)}
-                    prompt += 1
-                    for response in responses:
-                        rows.append(shared | {"response": response})
-                        places.append((self.records, None))
-                        self.records += 1
-                if progress:
-                    progress(size * len(batch) // file.metadata.num_rows)
-                if held >= jsonl.CHUNK:
-                    yield records.chunk(self.file, rows, places, [], kinds)
-                    rows, places, held = [], [], 0
-        yield records.chunk(self.file, rows, places, [], kinds)
+    def _responses(self, prompts: pl.DataFrame, first: int, kinds: Mapping[str, str]) -> Chunk:
+        rows = [
+            shared | {"response": response}
+            for number, prompt in enumerate(prompts.iter_rows(named=True), first)
+            for responses in [prompt.pop("responses") or []]
+            for shared in [_shared(prompt) | {"uid": str(number)}]
+            for response in responses
+        ]
+        places = [(self.records + index, None) for index in range(len(rows))]
+        self.records += len(rows)
+        return records.chunk(self.file, rows, places, [], kinds)
 
 
 def _shared(row: Mapping[str, Any]) -> dict[str, Any]:

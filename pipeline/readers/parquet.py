@@ -117,8 +117,7 @@ class Reader:
         heavy = [name for name in columns if pa.types.is_nested(schema.field(name).type)]
         size = self.path.stat().st_size
         _check_lists(file.metadata, heavy, size)
-        texts = [name for name in columns if _is_text(schema.field(name).type)]
-        words = [name for name in columns if kinds[name] == "string"]
+        texts = [name for name in columns if kinds[name] == "string"]
         most = HEAVY_ROWS if heavy or len(texts) > 1 else LIGHT_ROWS
         with pq.ParquetFile(self.path, memory_map=False, read_dictionary=texts) as reader:
             start = 0
@@ -126,7 +125,9 @@ class Reader:
             yield Chunk(*_nothing(), kinds)
             at_a_time = _batch_rows(file.metadata, columns, heavy, most)
             for batch in _slices(reader.iter_batches(at_a_time, columns=columns), texts):
-                bad = self._not_text(batch, words, start)
+                for name in heavy:
+                    batch.column(name).validate(full=True)  # Polars would panic at bad text
+                bad = self._not_text(batch, texts, start)
                 places = pl.DataFrame(
                     {
                         "source_row": pl.int_range(start, start + len(batch), eager=True),
@@ -139,7 +140,7 @@ class Reader:
                 if bad:
                     good = ~places["source_row"].is_in(list(bad))
                     batch, places = batch.filter(good.to_arrow()), places.filter(good)
-                rows = pl.DataFrame([_series(name, batch.column(name)) for name in columns])
+                rows = pl.DataFrame({name: _series(name, batch.column(name)) for name in columns})
                 yield Chunk(places, rows, kinds, list(bad.values()))
 
     def _not_text(

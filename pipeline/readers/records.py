@@ -54,7 +54,7 @@ def chunk(
         name: "mixed" if kinds.get(name) == "mixed" else kind_of(values)
         for name, values in columns.items()
     }
-    data = [column(name, values, found_kinds[name]) for name, values in columns.items()]
+    data = {name: column(name, values, found_kinds[name]) for name, values in columns.items()}
     numbers = [
         pl.Series("source_row", [row for row, _ in places], pl.Int64),
         pl.Series("line", [line for _, line in places], pl.Int64),

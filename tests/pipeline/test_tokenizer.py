@@ -32,7 +32,7 @@ from rollsift.schemas.recipe import resolve
 COUNTS = {"a": 1, "a very long-winded answer": 6, "1+1=2": 5, "": 0, "<s> unheard": 4}
 
 
-def tokenizer(folder: Path, words: Sequence[str] = ("a", "very")) -> Path:
+def _tokenizer(folder: Path, words: Sequence[str] = ("a", "very")) -> Path:
     """A tokenizer.json of whole words that would add <s>, cut at 2 tokens and pad to 9."""
     made = Made(
         WordLevel({"<unk>": 0, "<s>": 1} | {w: i + 2 for i, w in enumerate(words)}, "<unk>")
@@ -46,7 +46,7 @@ def tokenizer(folder: Path, words: Sequence[str] = ("a", "very")) -> Path:
     return folder / "tokenizer.json"
 
 
-def log(folder: Path, outputs: Sequence[str | None], **fields: Any) -> Path:
+def _log(folder: Path, outputs: Sequence[str | None], **fields: Any) -> Path:
     """A V0 dump of one group; each further field holds one value a row."""
     folder.mkdir(exist_ok=True)
     rows = [
@@ -58,32 +58,32 @@ def log(folder: Path, outputs: Sequence[str | None], **fields: Any) -> Path:
     return folder
 
 
-def filtered(logs: Path, out: Path, path: Path | None, **recipe: Any) -> Run:
+def _filtered(logs: Path, out: Path, path: Path | None, **recipe: Any) -> Run:
     filter_logs(discover([logs]), resolve(recipe), out, aids=Aids.named(path, None))
     return Run(out)
 
 
-def lengths(run: Run) -> list[tuple[int | None, str]]:
+def _lengths(run: Run) -> list[tuple[int | None, str]]:
     return query(
         run, "SELECT response_length, length_source FROM rollouts ORDER BY source_row"
     ).fetchall()
 
 
 def test_tokens_are_counted_as_they_stand(tmp_path: Path) -> None:
-    """A length is the number of the text's tokens: none added by a template, none cut, none padded."""
-    run = filtered(log(tmp_path / "logs", list(COUNTS)), tmp_path / "run", tokenizer(tmp_path))
-    assert lengths(run) == [(count, "tokenizer") for count in COUNTS.values()]
+    """A length is the number of the text's tokens: none added, cut off or padded."""
+    run = _filtered(_log(tmp_path / "logs", list(COUNTS)), tmp_path / "run", _tokenizer(tmp_path))
+    assert _lengths(run) == [(count, "tokenizer") for count in COUNTS.values()]
     assert run.steps()[1].manifest.length_unit == "tokens"
 
 
 def test_it_decides_what_is_kept(tmp_path: Path) -> None:
     """The shortest is the one of fewest tokens, which may be the one of most characters."""
-    logs = log(tmp_path / "logs", ["1+1=2", "incomprehensibilities"])
-    by_tokens = filtered(logs, tmp_path / "a", tokenizer(tmp_path), k=1)
-    by_chars = filtered(logs, tmp_path / "b", tokenizer(tmp_path), k=1, length="chars")
+    logs = _log(tmp_path / "logs", ["1+1=2", "incomprehensibilities"])
+    by_tokens = _filtered(logs, tmp_path / "a", _tokenizer(tmp_path), k=1)
+    by_chars = _filtered(logs, tmp_path / "b", _tokenizer(tmp_path), k=1, length="chars")
     assert by_tokens.steps()[1].manifest.row == [1]
     assert by_chars.steps()[1].manifest.row == [0]
-    assert lengths(by_chars) == [(5, "chars"), (21, "chars")]
+    assert _lengths(by_chars) == [(5, "chars"), (21, "chars")]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
@@ -93,7 +93,7 @@ def test_counts_are_equal_in_any_batch(
     """However texts are batched, each has its own count, and null has null."""
     monkeypatch.setattr(aids, "BATCH", size)
     texts = [None, *COUNTS, None, None, *COUNTS]
-    found = Tokenizer(tokenizer(tmp_path)).count(pl.Series(texts, dtype=pl.String))
+    found = Tokenizer(_tokenizer(tmp_path)).count(pl.Series(texts, dtype=pl.String))
     assert found.to_list() == [None if text is None else COUNTS[text] for text in texts]
     assert Tokenizer(tmp_path).count(pl.Series([], dtype=pl.String)).to_list() == []
     assert Tokenizer(tmp_path).count(pl.Series([None], dtype=pl.String)).to_list() == [None]
@@ -101,7 +101,9 @@ def test_counts_are_equal_in_any_batch(
 
 def test_a_null_response_has_no_length(tmp_path: Path) -> None:
     """Null is `no_response`, which is not the same as an empty text of 0 tokens."""
-    run = filtered(log(tmp_path / "logs", ["a", None, ""]), tmp_path / "run", tokenizer(tmp_path))
+    run = _filtered(
+        _log(tmp_path / "logs", ["a", None, ""]), tmp_path / "run", _tokenizer(tmp_path)
+    )
     found = query(run, "SELECT reason, response_length FROM rollouts ORDER BY source_row")
     assert found.fetchall() == [(None, 1), ("no_response", None), ("empty", 0)]
 
@@ -124,24 +126,24 @@ def test_what_the_log_says_comes_first(
     pq.write_table(table, tmp_path / "logs/1.parquet")
     for length in ("auto", "tokens"):
         out = tmp_path / length
-        assert lengths(filtered(tmp_path / "logs", out, tokenizer(tmp_path), length=length)) == [
+        assert _lengths(_filtered(tmp_path / "logs", out, _tokenizer(tmp_path), length=length)) == [
             due
         ]
 
 
 def test_length_in_tokens_of_text_needs_a_tokenizer(tmp_path: Path) -> None:
     """Without one, length=tokens of a text log names the option."""
-    logs = log(tmp_path / "logs", ["a"])
+    logs = _log(tmp_path / "logs", ["a"])
     with pytest.raises(InputError, match="length=tokens, but it has text only; name --tokenizer"):
-        filtered(logs, tmp_path / "run", None, length="tokens")
-    assert lengths(filtered(logs, tmp_path / "auto", None)) == [(1, "chars")]
+        _filtered(logs, tmp_path / "run", None, length="tokens")
+    assert _lengths(_filtered(logs, tmp_path / "auto", None)) == [(1, "chars")]
 
 
 def test_the_file_is_pinned(tmp_path: Path) -> None:
     """Every manifest and run.json hold the tokenizer's digest; kept rows stay rows of the log."""
-    path = tokenizer(tmp_path)
-    logs = log(tmp_path / "logs", ["a", "a very"])
-    run = filtered(logs, tmp_path / "run", path)
+    path = _tokenizer(tmp_path)
+    logs = _log(tmp_path / "logs", ["a", "a very"])
+    run = _filtered(logs, tmp_path / "run", path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     first, second = run.steps()[1].manifest.sources
     assert (first.file, first.rows) == ("1.jsonl", 2)
@@ -152,10 +154,10 @@ def test_the_file_is_pinned(tmp_path: Path) -> None:
 
 def test_a_folder_and_its_file_are_one_tokenizer(tmp_path: Path) -> None:
     """The folder of a model and the tokenizer.json in it give equal ids, also a second time."""
-    path = tokenizer(tmp_path / "model")
-    logs = log(tmp_path / "logs", ["a", "a very"])
-    runs = [filtered(logs, tmp_path / "a", at) for at in (path, path.parent)]
-    runs.append(filtered(logs, tmp_path / "b", path))
+    path = _tokenizer(tmp_path / "model")
+    logs = _log(tmp_path / "logs", ["a", "a very"])
+    runs = [_filtered(logs, tmp_path / "a", at) for at in (path, path.parent)]
+    runs.append(_filtered(logs, tmp_path / "b", path))
     assert len({run.steps()[1].id for run in runs}) == 1
     assert runs[0].versions() == {1: 1}
 
@@ -163,12 +165,12 @@ def test_a_folder_and_its_file_are_one_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [None, ("a", "other", "words")])
 def test_another_tokenizer_is_another_run(other: Any, tmp_path: Path) -> None:
     """Into a run made with one, neither a changed file nor no tokenizer may write."""
-    logs = log(tmp_path / "logs", ["a"])
-    run = filtered(logs, tmp_path / "run", tokenizer(tmp_path))
+    logs = _log(tmp_path / "logs", ["a"])
+    run = _filtered(logs, tmp_path / "run", _tokenizer(tmp_path))
     before = run.steps()
-    path = other and tokenizer(tmp_path, other)
+    path = other and _tokenizer(tmp_path, other)
     with pytest.raises(UsageError, match="made with another reader: tokenizer is"):
-        filtered(logs, tmp_path / "run", path)
+        _filtered(logs, tmp_path / "run", path)
     assert run.steps() == before
 
 
@@ -188,17 +190,17 @@ def test_what_is_no_tokenizer_is_a_usage_error(
 
 def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the library the message says what to install; without the option all goes on."""
-    path = tokenizer(tmp_path)
+    path = _tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    logs = log(tmp_path / "logs", ["a"])
+    logs = _log(tmp_path / "logs", ["a"])
     with pytest.raises(UsageError, match=r"pip install 'rollsift\[tokenizer\]'"):
-        filtered(logs, tmp_path / "run", path)
-    assert lengths(filtered(logs, tmp_path / "run", None)) == [(1, "chars")]
+        _filtered(logs, tmp_path / "run", path)
+    assert _lengths(_filtered(logs, tmp_path / "run", None)) == [(1, "chars")]
 
 
 def test_the_command_line_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """filter and stats both measure in tokens by it, and say so."""
-    path, logs = tokenizer(tmp_path), log(tmp_path / "logs", ["a", "a very long-winded answer"])
+    path, logs = _tokenizer(tmp_path), _log(tmp_path / "logs", ["a", "a very long-winded answer"])
     options = ["--tokenizer", str(path), str(logs)]
     for command in (
         ["stats", "-f", "json", *options],
