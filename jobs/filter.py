@@ -14,7 +14,7 @@ from rollsift.pipeline.summary import summary
 
 from .list_recipes import SHIPPED
 from .options import aids_options, recipe_options
-from .output import note, progress
+from .output import note, printable, progress
 
 
 @click.command(
@@ -58,4 +58,4 @@ def command(
         )
     for text in notes:
         note(text)
-    click.echo(summary(out, outcome))
+    click.echo(printable(summary(out, outcome)))

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 FORMATS = ("table", "json", "jsonl", "csv", "parquet")
 WIDEST = 60  # characters of a cell in a table
 # C0 and C1 controls but tab and line feed, DEL, and marks that turn the direction of writing.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\u061c\u2028\u2029]"
+)
 
 
 def format_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +68,8 @@ def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         ]
         return "  ".join(aligned).rstrip()
 
-    return "\n".join([line(list(names)), line(["-" * w for w in widths]), *map(line, shown)])
+    head = [line([printable(name) for name in names]), line(["-" * w for w in widths])]
+    return "\n".join([*head, *map(line, shown)])
 
 
 def _cell(value: Any) -> str:
@@ -124,8 +128,24 @@ def write_rows(names: Sequence[str], rows: Iterable[Sequence[Any]], format_: str
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(names)
         writer.writerows(rows)
+    elif format_ == "parquet":
+        _rows_as_parquet(names, rows)
     else:
         _objects(names, rows, array=format_ == "json")
+
+
+def _rows_as_parquet(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    import polars as pl
+
+    cells = [[None if value is None else str(value) for value in row] for row in rows]
+    frame = pl.DataFrame(cells, dict.fromkeys(names, pl.String), orient="row")
+    frame.write_parquet(_binary_stdout())
+
+
+def _binary_stdout() -> Any:
+    if sys.stdout.isatty():
+        raise click.UsageError("parquet is binary: send it to a file, like > result.parquet")
+    return sys.stdout.buffer
 
 
 def _objects(names: Sequence[str], rows: Iterable[Sequence[Any]], array: bool) -> None:
@@ -142,7 +162,7 @@ def _objects(names: Sequence[str], rows: Iterable[Sequence[Any]], array: bool) -
 def _parquet(result: DuckDBPyConnection) -> None:
     import pyarrow.parquet as pq
 
-    if sys.stdout.isatty():
-        raise click.UsageError("parquet is binary: send it to a file, like > result.parquet")
-    table_: Any = result.to_arrow_table()
-    pq.write_table(table_, sys.stdout.buffer, compression="zstd")
+    with warnings.catch_warnings():  # of a copy, which a result for stdout can afford
+        warnings.simplefilter("ignore", UserWarning)
+        reader: Any = result.to_arrow_reader()
+    pq.write_table(reader.read_all(), _binary_stdout(), compression="zstd")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollsift.schemas.errors import BadRecord, InputError, RecipeError
+from rollsift.schemas.errors import BadRecord, InputError
 from rollsift.schemas.manifest import FORMAT, Manifest, encode
 from rollsift.schemas.recipe import Recipe, plain
 
@@ -193,10 +193,5 @@ class _Filter:
     def _raise_errors(self) -> None:
         if self.errors or (self.bad and not self.skip_bad):
             raise InputError("\n".join(self.errors), self.bad)
-        unknown = sorted(
-            name
-            for name in self.by.wanted - {"acc"}
-            if self.carried.kinds and self.carried.fields().find(name) is None
-        )
-        if unknown and self.ready:
-            raise RecipeError(self.by.unknown(unknown[0], self.carried.fields()))
+        if self.carried.kinds and self.ready:
+            self.by.check_names(self.carried.fields())

@@ -99,6 +99,8 @@ _JSON_NUMBER = r"^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?$"
 _WORDS = {
     **{"True": 1.0, "true": 1.0, "False": 0.0, "false": 0.0},
     **{"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")},
+    # As numpy writes them.
+    **{"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")},
 }
 
 

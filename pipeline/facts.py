@@ -88,11 +88,11 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
 
     def text(column: str, default: pl.Series | None = None) -> pl.Series:
         values = logged(column)
-        kind = chunk.kinds.get(columns.get(column, ""))
+        kind = chunk.kinds.get(columns.get(column) or "\0")
         return _text(default if values is None else values, len(rows), kind)
 
-    def number(name: str) -> pl.Series:
-        if name not in rows.columns:
+    def number(name: str | None) -> pl.Series:
+        if name is None or name not in rows.columns:
             return pl.repeat(None, len(rows), dtype=pl.Float64, eager=True)
         found = _unquoted(rows[name], chunk.kinds.get(name))
         values, texts, _ = numbers(found)
@@ -104,15 +104,15 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     if (step := logged("step")) is not None:
         name = columns["step"]
         wrong = (number(name) != reading.step).fill_null(False)
-        check.refuse(wrong, name, f"{reading.step} as the file's name says", step)
-    reward = number(reading.reward)
+        check.refuse(wrong, name, f"{reading.step}, the file's step", step)
+    reward = number(reading.reward or None)
     light["reward"] = reward.set(~reward.is_finite(), None)
     light["response_length"], light["no_response"] = _length(rows, reading, number, check)
     light["policy_version"] = _whole(
-        number(columns.get("policy_version", "")), columns.get("policy_version", ""), check
+        number(columns.get("policy_version")), columns.get("policy_version", ""), check
     )
     light["finish_reason"] = text("finish_reason")
-    truncated = number(columns.get("truncated", "")) != 0
+    truncated = number(columns.get("truncated")) != 0
     light["truncated"] = truncated.zip_with(
         truncated.is_not_null(), light["finish_reason"] == "length"
     )
@@ -213,7 +213,7 @@ def _length(
     source, names = reading.length.source, reading.length.fields
     held = [name for name in names if name in rows.columns]
     nothing = pl.repeat(None, len(rows), dtype=pl.Int64, eager=True)
-    response = reading.fields.columns.get("response", "")
+    response = reading.fields.columns.get("response")
     if source == "logged":
         lengths = _whole(number(names[0]), names[0], check)
         unfit = (lengths < 0) | (lengths > MOST)

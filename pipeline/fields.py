@@ -86,7 +86,7 @@ def _shown(extras: Mapping[str, str], taken: set[str]) -> dict[str, str]:
     shown: dict[str, str] = {}
     for name in sorted(extras, key=lambda name: (name != name.lower(), name)):
         label = extras[name]
-        while label.lower() in taken:
+        while not label or label.lower() in taken:
             label = f"extra_{label}"
         taken.add(label.lower())
         shown[name] = label

@@ -35,8 +35,9 @@ class Grouped:
     bad: list[BadRecord]
 
 
-def group(rows: pl.DataFrame, file: str) -> Grouped:
-    """Cut one step's light rows into groups and rollouts. Rows that belong to no group are bad."""
+def group(rows: pl.DataFrame, file: str, lossy: bool = False) -> Grouped:
+    """Cut one step's light rows into groups and rollouts. Rows that belong to no group are bad, and
+    in a `lossy` file, one with bad records, the sessions that lost an output to them."""
     uid = rows["uid"]
     named = uid.is_not_null().any()
     rows = rows.with_columns(padding=uid.str.contains(PADDING).fill_null(False))
@@ -45,6 +46,9 @@ def group(rows: pl.DataFrame, file: str) -> Grouped:
     keys = _row_keys(rows) if named else None
     if keys is not None:
         rows = rows.with_columns(keys)
+        if lossy:
+            rows, torn = _torn_sessions(rows, file)
+            bad += torn
     elif named:
         rows = rows.with_columns(key=pl.col("uid"), session=None, output=pl.lit(0, pl.Int64))
         if _looks_like_row_keys(rows):
@@ -82,6 +86,15 @@ def _ungroupable(rows: pl.DataFrame, file: str, key: str) -> tuple[pl.DataFrame,
         for row, line in lost.select("source_row", "line").iter_rows()
     ]
     return (rows.filter(pl.col(key).is_not_null()) if bad else rows), bad
+
+
+def _torn_sessions(rows: pl.DataFrame, file: str) -> tuple[pl.DataFrame, list[BadRecord]]:
+    """Take out what is left of sessions that lack an output; verl numbers them from 0."""
+    whole = pl.len().over("key", "session") == pl.col("output").max().over("key", "session") + 1
+    torn = rows.filter(~whole)
+    reason = "another output of its session is a bad record"
+    places = torn.select("source_row", "line").iter_rows()
+    return rows.filter(whole), [BadRecord(file, row, line, "uid", reason) for row, line in places]
 
 
 def _looks_like_row_keys(rows: pl.DataFrame) -> bool:

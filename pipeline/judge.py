@@ -72,6 +72,7 @@ def _groups(rollouts: pl.DataFrame) -> pl.DataFrame:
         spread_min=spread.min(),
         spread_max=spread.max(),
         spread_count=spread.len(),
+        reward_span=pl.col("reward").max() - pl.col("reward").min(),
     )
     groups = pl.DataFrame({"group": pl.int_range(count, dtype=pl.UInt32, eager=True)})
     return groups.join(sums, on="group", how="left", maintain_order="left").with_columns(

@@ -23,7 +23,7 @@ from .readers import Chunk, Chunks, generation, jsonl, parquet
 from .score import Rules
 from .sources import Source
 from .store import Spool
-from .texts import Fingerprint, joint, text_part
+from .texts import Fingerprint, joint, json_texts, text_part
 
 Progress = Callable[[int], None]
 
@@ -119,6 +119,7 @@ class _Loader:
 
     def load(self) -> Loaded:
         light, bad = [_empty()], []
+        held: list[dict[str, str]] = []
         from_text: dict[str, int] = {}
         fingerprint, length_source = Fingerprint(), None
         reader, chunks = self._open()
@@ -135,6 +136,7 @@ class _Loader:
             for name, count in read.from_text.items():
                 from_text[name] = from_text.get(name, 0) + count
             light.append(read.light)
+            held.append(read.kinds)
             for name, kind in read.kinds.items():
                 if kind != chunk.kinds.get(name):
                     self.as_read[name] = joint(self.as_read.get(name), kind)
@@ -150,10 +152,11 @@ class _Loader:
             # A file cut half-way may lack any row of any group: all of it is out.
             light, bad, records = light[:1], whole[:1], 1
             self.spool.close()
+        light[1:] = [self._as_mixed(*part) for part in zip(light[1:], held, strict=False)]
         rows = pl.concat(light, how="diagonal_relaxed").with_columns(
             step=pl.lit(self.source.step, pl.Int64)
         )
-        grouped = group(rows, self.source.file)
+        grouped = group(rows, self.source.file, lossy=bool(bad))
         repeated = self._repeated(fingerprint.hexdigest())
         notes = grouped.notes
         if repeated is not None:
@@ -174,6 +177,15 @@ class _Loader:
             pins=self.by.aids.pins,
             carried=self._carry(),
         )
+
+    def _as_mixed(self, light: pl.DataFrame, kinds: Mapping[str, str]) -> pl.DataFrame:
+        """A chunk's fields for expressions, as JSON text where other chunks made them mixed."""
+        for wanted in self.by.wanted:
+            field, name = self._reading().fields.find(wanted) or "", f"field:{wanted}"
+            plain = kinds.get(field) in ("bool", "int", "float", "string")
+            if plain and self.kinds.get(field) == "mixed" and field not in self.as_read:
+                light = light.with_columns(json_texts(light[name]))
+        return light
 
     def _repeated(self, fingerprint: str) -> int | None:
         """The earlier step that holds the same rollouts, if one does."""
@@ -215,7 +227,7 @@ class _Loader:
         self.kinds = dict(kinds)
         # Where uids may be verl's row keys, prompts must be compared.
         uid = parquet.first(self.source.path, "uid")
-        self.by_prompt = "uid" not in kinds or bool(re.match(ROW_KEY, str(uid)))
+        self.by_prompt = uid is None or bool(re.match(ROW_KEY, str(uid)))
         return self._reading().columns(kinds)
 
     def _reading(self) -> Reading:

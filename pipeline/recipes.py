@@ -81,6 +81,8 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise RecipeError(f"line {key_node.start_mark.line + 1}: a key must be one word")
         if key in values:
             raise RecipeError(f"{key}: given twice (line {key_node.start_mark.line + 1})")
         values[key] = loader.construct_object(value_node, deep=True)
@@ -94,7 +96,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 def _plain(text: str, origin: str) -> dict[str, Any]:
     try:
         values = yaml.load(text, _Loader)  # noqa: S506  # a SafeLoader that makes only text
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"{origin}: not YAML: {error}") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{origin}: expected keys and values, like `k: 8`")

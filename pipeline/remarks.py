@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import polars as pl
 
-from rollsift.schemas.recipe import BUCKETS, Recipe
+from rollsift.schemas.recipe import BUCKETS, KPerBucket, Recipe
 
 from .judge import Judged
 from .load import Loaded
 from .sources import Source
+
+MANY = 100  # groups without a constant one that make a filtered log likely
 
 
 class Remarks:
@@ -22,6 +24,7 @@ class Remarks:
         self.from_text: dict[str, int] = {}
         self.largest = 0
         self.ranked_out = False
+        self.groups = self.constant = 0
 
     def loaded(self, source: Source, loaded: Loaded) -> None:
         """What reading a step showed."""
@@ -42,6 +45,8 @@ class Remarks:
         """What judging a step showed; -> why it is refused, if it is."""
         groups = judged.groups.filter(pl.col("group_size") > 0)
         sizes = groups["group_size"]
+        self.groups += len(groups.filter(pl.col("group_size") > 1))
+        self.constant += len(groups.filter(pl.col("group_size") > 1, pl.col("reward_span") <= 1e-6))
         if not len(sizes):
             return None
         largest = int(sizes.max())  # type: ignore[arg-type]  # Int32
@@ -63,6 +68,12 @@ class Remarks:
         """What the whole log showed."""
         for name, count in self.from_text.items():
             self.notify(f"{name}: {count} values read as numbers from text")
+        by_bucket = isinstance(self.recipe.k, KPerBucket)
+        if by_bucket and self.groups >= MANY and not self.constant:
+            self.notify(
+                f"none of {self.groups:,} groups has equal rewards throughout: if the trainer had "
+                "filtered them (DAPO), the quartiles of difficulty are the survivors'"
+            )
         smallest_k = min(self.recipe.k_of(bucket) for bucket in BUCKETS)
         if 0 < self.largest <= smallest_k and not self.ranked_out:
             self.notify(f"k keeps every group whole: the largest has {self.largest} rollouts")

@@ -160,7 +160,7 @@ def _told(error: BaseException) -> str:
 
 def _given(chunk: Chunk, fields: Fields) -> list[dict[str, Any] | None]:
     """The arguments of each row, None for rows that are not to be scored."""
-    logged = {role: _logged(chunk, fields.columns.get(role, "")) for role in _ROLES}
+    logged = {role: _logged(chunk, fields.columns.get(role)) for role in _ROLES}
     extra = _logged(chunk, "extra_info")
     given: list[dict[str, Any] | None] = []
     for uid, source, response, truth, info in zip(*logged.values(), extra, strict=True):
@@ -178,9 +178,9 @@ def _given(chunk: Chunk, fields: Fields) -> list[dict[str, Any] | None]:
     return given
 
 
-def _logged(chunk: Chunk, name: str) -> list[Any]:
+def _logged(chunk: Chunk, name: str | None) -> list[Any]:
     """A field as it was logged: lists and objects, which JSONL's reader gives as text, parsed."""
-    if name not in chunk.rows.columns:
+    if name is None or name not in chunk.rows.columns:
         return [None] * len(chunk.places)
     values = chunk.rows[name]
     if values.dtype != pl.String or chunk.kinds.get(name) not in ("nested", "mixed"):

@@ -76,8 +76,14 @@ class Rules:
         bare = {e.bare for e in (self.metric, self.signal, self.spread) if e and e.bare}
         return frozenset({name.lower() for name in bare} - set(FACTS))
 
-    def unknown(self, name: str, fields: Fields) -> str:
-        """The message for a name that no step's log has; names the keys that read it."""
+    def check_names(self, fields: Fields) -> None:
+        """Raise RecipeError for a name that an expression reads and no step's log has."""
+        read = {name.lower() for e in self.expressions.values() for name in e.columns}
+        unknown = sorted(name for name in read - set(FACTS) if fields.find(name) is None)
+        if unknown:
+            raise RecipeError(self._unknown(unknown[0], fields))
+
+    def _unknown(self, name: str, fields: Fields) -> str:
         keys = [
             key
             for key, expression in self.expressions.items()
@@ -113,10 +119,10 @@ def rollouts(rows: pl.DataFrame) -> pl.DataFrame:
     version their oldest, all else of the highest output; what makes one unusable makes all so."""
     if rows["rollout"].is_sorted() and rows["rollout"].n_unique() == len(rows):
         return rows
-    length = pl.col("response_length")
+    length, version = pl.col("response_length"), pl.col("policy_version")
     whole = rows.group_by("rollout").agg(
         response_length=pl.when(length.is_not_null().all()).then(length.sum()),
-        policy_version=pl.col("policy_version").min(),
+        policy_version=pl.when(version.is_not_null().all()).then(version.min()),
         no_response=pl.col("no_response").any(),
         unscored=pl.col("reward").is_null().any(),
     )

@@ -56,8 +56,10 @@ def discover(logs: Sequence[str | os.PathLike[str]]) -> Logs:
                 found, foreign = _folder(path)
                 if foreign:
                     notes.append(f"{path}: left out {_names(foreign)}: not step files ({EXPECTED})")
-            else:
+            elif path.is_file():
                 found = [path]
+            else:
+                raise UsageError(f"{path}: neither a file nor a folder")
             files.update({file.resolve(): file for file in found})
     if not files:
         where = ", ".join(os.fspath(item) for item in logs)
@@ -80,9 +82,9 @@ def _folder(folder: Path) -> tuple[list[Path], list[str]]:
         entries = sorted(entry for entry in folder.iterdir() if not entry.is_dir())
     except OSError as error:
         raise InputError(f"{folder}: cannot be listed ({error.strerror})") from None
-    found = [entry for entry in entries if STEP_FILE.fullmatch(entry.name)]
-    foreign = [entry.name for entry in entries if not STEP_FILE.fullmatch(entry.name)]
-    return found, foreign
+    # A pipe or a dangling link is no log, whatever its name.
+    found = [entry for entry in entries if STEP_FILE.fullmatch(entry.name) and entry.is_file()]
+    return found, [entry.name for entry in entries if entry not in set(found)]
 
 
 def _names(names: Iterable[str], most: int = 5) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from rollsift.schemas.errors import InputError
+from rollsift.schemas.reasons import NOT_COUNTED
 from rollsift.schemas.recipe import Recipe
 
 from .aids import NOTHING, Aids
@@ -19,6 +20,11 @@ from .score import rollouts, rules
 from .sources import Logs
 from .sql import query
 from .store import Run, Spool
+
+METRICS = (
+    "critic/score/mean", "critic/score/max", "critic/score/min", "response_length/mean",
+    "response_length/max", "response_length/min", "response_length/clip_ratio",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -95,22 +101,23 @@ def stats_of_run(run: Run) -> Stats:
         "length unit": next((m.length_unit for m in manifests if m.length_unit), None),
         "bad records": total[4],
     }
-    light = "SELECT reward, response_length, truncated FROM rollouts WHERE group_size > 0"
-    return Stats(facts, _metrics(pl.DataFrame(query(run, light).to_arrow_table())))
+    values = query(
+        run,
+        f"""SELECT avg(reward), max(reward), min(reward), avg(response_length),
+            max(response_length), min(response_length), avg(truncated::INT)
+        FROM rollouts WHERE coalesce(reason, '') NOT IN {NOT_COUNTED}""",
+    ).fetchone()
+    return Stats(facts, dict(zip(METRICS, values or (), strict=False)))
 
 
 def _metrics(rows: pl.DataFrame) -> dict[str, float | None]:
     reward, length, clipped = rows["reward"], rows["response_length"], rows["truncated"]
-    values: dict[str, Any] = {
-        "critic/score/mean": reward.mean(),
-        "critic/score/max": reward.max(),
-        "critic/score/min": reward.min(),
-        "response_length/mean": length.mean(),
-        "response_length/max": length.max(),
-        "response_length/min": length.min(),
-        "response_length/clip_ratio": clipped.mean(),
-    }
-    return values
+    values = (
+        reward.mean(), reward.max(), reward.min(), length.mean(), length.max(), length.min(),
+        clipped.mean(),
+    )  # fmt: skip
+    found: dict[str, Any] = dict(zip(METRICS, values, strict=True))
+    return found
 
 
 def _formats(loaded: list[Loaded]) -> str:

@@ -257,6 +257,7 @@ def _numbered(folder: Path, ending: str) -> list[tuple[int, int]]:
 def _same(theirs: RunInfo, ours: RunInfo, path: Path) -> None:
     parts = [("recipe", theirs.recipe, ours.recipe), ("reader", theirs.reader, ours.reader)]
     for what, old, new in parts:
+        old, new = _flat(old), _flat(new)
         for key in dict.fromkeys([*new, *old]):
             if old.get(key) != new.get(key):
                 raise UsageError(
@@ -268,6 +269,15 @@ def _same(theirs: RunInfo, ours: RunInfo, path: Path) -> None:
             f"{path}: made from the logs in {theirs.log_root}, not {ours.log_root}; "
             "use another folder for another training run"
         )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested keys as `difficulty.of`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{key}.{name}".rstrip("."): item for name, item in inner.items()}
+    return flat
 
 
 def _shown(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from rollsift.schemas.errors import BadRecord, InputError, RecipeError
+from rollsift.schemas.errors import BadRecord, InputError
 from rollsift.schemas.recipe import Recipe
 
 from . import difficulty
@@ -166,7 +166,8 @@ class _Sweep:
         if self._unusable():
             raise InputError("\n".join(dict.fromkeys(self.errors)), list(dict.fromkeys(self.bad)))
         for reading, _ in turns:
-            _check_names(reading)
+            if reading.carried.kinds:
+                reading.by.check_names(reading.carried.fields())
 
     def _load(self, source: Source, reading: _Reading, progress: Progress | None) -> Loaded | None:
         """Read a step; None where it cannot be used, which is kept for the end."""
@@ -189,11 +190,3 @@ class _Sweep:
             more = f" and {len(told) - 3} more" if len(told) > 3 else ""
             whose = "" if len(told) == self.points else f"{'; '.join(told[:3])}{more}: "
             self.notify(f"{whose}{text}")
-
-
-def _check_names(reading: _Reading) -> None:
-    """Raises RecipeError for a name that an expression reads and that no step has."""
-    fields = reading.carried.fields()
-    unknown = [name for name in reading.by.wanted - {"acc"} if fields.find(name) is None]
-    if reading.carried.kinds and unknown:
-        raise RecipeError(reading.by.unknown(min(unknown), fields))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 import polars as pl
 
 from .fields import Fields
+from .readers.records import json_text
 from .store import Spool
 
 # Columns of the contract that hold text.
@@ -94,8 +95,13 @@ def _typed(text: pl.DataFrame, name: str, found: str | None, kind: str) -> pl.Se
         return pl.repeat(None, len(text), dtype=dtype, eager=True).alias(name)
     if kind != "mixed" or found == "mixed" or found == "nested":
         return text[name].cast(dtype)
-    as_json = [None if value is None else json.dumps(value) for value in text[name]]
-    return pl.Series(name, as_json, pl.String)
+    return json_texts(text[name])
+
+
+def json_texts(values: pl.Series) -> pl.Series:
+    """Each value as JSON text, as a field of mixed kinds holds it."""
+    texts = [None if value is None else json_text(value) for value in values]
+    return pl.Series(values.name, texts, pl.String)
 
 
 class Fingerprint:

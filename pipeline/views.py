@@ -141,13 +141,13 @@ class Views:
         paths = {s.step: self.run.table("rollouts", s.step, s.version) for s in self.steps}
         return {step: frozenset(names[path.as_posix()]) for step, path in paths.items()}
 
-    def _wanted(self) -> dict[str, tuple[str, str, str]]:
+    def _wanted(self) -> dict[str, tuple[str, str | None, str]]:
         """Text and extras that the query can see: shown name -> (stored column, logged field, cast
         of what is stored)."""
         texts = {name: name for name in TEXTS}
         texts |= {logged: name for logged, name in self.fields.aliases.items() if name in TEXTS}
         wanted = {
-            shown: (name, self.fields.columns.get(name, ""), "::VARCHAR")
+            shown: (name, self.fields.columns.get(name), "::VARCHAR")
             for shown, name in texts.items()
         }
         for field, shown in self.fields.extras.items():
@@ -157,7 +157,7 @@ class Views:
     def _texts(
         self,
         steps: Sequence[Step],
-        wanted: Mapping[str, tuple[str, str, str]],
+        wanted: Mapping[str, tuple[str, str | None, str]],
         stored: frozenset[str],
         copied: bool,
     ) -> tuple[dict[str, str], str]:
@@ -167,7 +167,7 @@ class Views:
         for shown, (column, field, cast) in wanted.items():
             there = column in stored
             texts[shown] = f"r.{_quote(column)}{cast}" if there else f"NULL{cast}"
-            if field and not (there or copied):
+            if field is not None and not (there or copied):
                 absent[shown] = field
         if not absent:
             return texts, ""

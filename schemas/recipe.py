@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -10,7 +11,7 @@ from msgspec import Meta, Struct
 from .errors import RecipeError
 
 Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+Positive = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 
 BUCKETS = ("very_hard", "hard", "medium", "easy")
 
@@ -114,7 +115,13 @@ def resolve(values: dict[str, Any]) -> Recipe:
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$.")
         key = path.rstrip("`").replace("[...]", "") or "recipe"
-        raise RecipeError(f"{key}: {what}") from None
+        if key == "k":
+            what = "expected a whole number from 1 to 2147483647, or one for each of four buckets"
+        raise RecipeError(f"{key}: {what}; found {_found(values, key)}") from None
+    for key in ("min_mean", "max_mean"):
+        bound = getattr(recipe, key)
+        if bound is not None and not math.isfinite(bound):
+            raise RecipeError(f"{key}: found {bound}, expected a finite number")
     smallest_k = min(recipe.k_of(bucket) for bucket in BUCKETS)
     guards = recipe.min_correct + recipe.min_incorrect
     if guards > smallest_k:
@@ -129,6 +136,12 @@ def resolve(values: dict[str, Any]) -> Recipe:
     if recipe.incomplete != "keep" and recipe.group_size is None:
         raise RecipeError(f"incomplete: {recipe.incomplete} needs group_size, which is not set")
     return recipe
+
+
+def _found(values: Any, key: str) -> str:
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else values
+    return repr(values)
 
 
 def plain(recipe: Recipe) -> dict[str, Any]:

@@ -332,7 +332,7 @@ def quartiles(difficulties: Sequence[float], ties: str) -> tuple[float | None, .
         return None, None, None
     edges = []
     for quarter in QUARTERS:
-        reached = [v for v in difficulties if _position(v, difficulties, ties) >= quarter]
+        reached = [v for v in set(difficulties) if _position(v, difficulties, ties) >= quarter]
         edges.append(min(reached, default=math.inf))
     return tuple(edges)
 
@@ -344,14 +344,12 @@ def _position(value: float, difficulties: Sequence[float], ties: str) -> Fractio
     return Fraction(below + part) / len(difficulties)
 
 
-def bucket_of(value: float, difficulties: Sequence[float], ties: str) -> str:
+def bucket_of(value: float, difficulties: Sequence[float], edges: Sequence[Any], ties: str) -> str:
     """The bucket of a difficulty among all that were seen."""
     if ties == "midrank":
         at = _position(value, difficulties, ties)
-        place = sum(at >= quarter for quarter in QUARTERS)
-    else:
-        place = sum(value >= edge for edge in quartiles(difficulties, ties))
-    return BUCKETS[place]
+        return BUCKETS[sum(at >= quarter for quarter in QUARTERS)]
+    return BUCKETS[sum(value >= edge for edge in edges)]
 
 
 # --- verdicts
@@ -362,7 +360,8 @@ def _judge(step: Step, recipe: Mapping[str, Any], earlier: int, pool: Sequence[f
     for group in step.groups:
         if group.difficulty is not None:
             warm = earlier < how["warmup"]
-            group.bucket = "warmup" if warm else bucket_of(group.difficulty, pool, how["ties"])
+            bucket = bucket_of(group.difficulty, pool, step.edges, how["ties"])
+            group.bucket = "warmup" if warm else bucket
         if isinstance(k, int):
             group.k = k
         elif group.bucket is not None:

@@ -12,6 +12,7 @@ import math
 import os
 import random
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -122,7 +123,13 @@ def a_log(draw: random.Random, recipe: dict[str, Any]) -> Log:
         "bad": draw.random() < 0.3,
         "padding": draw.random() < 0.3,
         "odd": draw.random() < 0.2,
+        "names": UIDS,
+        "prompts": ["p", "p", "q", "p\0q"],
+        "sizes": [0, 1, 5, 15, 25, 30],
     }
+    if draw.random() < 0.3:  # many small groups, complete but for what a recipe drops
+        how |= {"gaps": False, "sizes": [240], "prompts": [f"{n} é" for n in range(60)]}
+        how |= {"names": how["prompts"], "rewards": draw.choice([[0, 1], [0, 0, 0, 5e-7, 1.5e-6]])}
     log: Log = {}
     for step in sorted(draw.sample([1, 2, 3, 9, 10], draw.randint(1, 3))):
         if how["groups"] == "prompt" and log and draw.random() < 0.2:
@@ -138,7 +145,7 @@ def a_log(draw: random.Random, recipe: dict[str, Any]) -> Log:
 
 
 def _records(draw: random.Random, step: int, how: dict[str, Any]) -> list[Record]:
-    records = [_record(draw, step, how) for _ in range(draw.choice([0, 1, 5, 15, 25, 30]))]
+    records = [_record(draw, step, how) for _ in range(draw.choice(how["sizes"]))]
     if how["groups"] == "row keys":
         _name_by_row_keys(draw, records, how["odd"])
     if how["groups"] != "prompt" and records and how["padding"]:
@@ -157,7 +164,7 @@ def _records(draw: random.Random, step: int, how: dict[str, Any]) -> list[Record
 def _record(draw: random.Random, step: int, how: dict[str, Any]) -> dict[str, Any]:
     pick = draw.choice
     record = {
-        "input": pick(["p", "p", "q", "p\0q"]),
+        "input": pick(how["prompts"]),
         "output": pick(TEXTS),
         "gts": pick(how["truths"]),
         "score": pick(how["rewards"]),
@@ -174,7 +181,7 @@ def _record(draw: random.Random, step: int, how: dict[str, Any]) -> dict[str, An
     if how["logged"]:
         record["response_length"] = pick([0, 1, 1, 2, 2, 3, 4, "2", None])
     if how["groups"] == "uid":
-        record["uid"] = pick(UIDS)
+        record["uid"] = pick(how["names"])
         if how["bad"] and draw.random() < 0.1:
             record["uid"] = pick([None, MISSING])
     return {name: value for name, value in record.items() if value is not MISSING}
@@ -182,8 +189,11 @@ def _record(draw: random.Random, step: int, how: dict[str, Any]) -> dict[str, An
 
 def _name_by_row_keys(draw: random.Random, records: list[Record], odd: bool) -> None:
     """Name rows as verl V1 does; the prompts of a group's sessions differ where it is `odd`."""
-    keys = [(name, n, i) for name in ("g", "h", "g_0") for n in range(6) for i in (0, 0, 0, 1, 10)]
-    named = draw.sample(sorted(set(keys), key=keys.index), len(records))
+    names = ["g", "h", "g_0", *(f"{n}_é" for n in range(len(records) // 5))]
+    keys = [
+        (name, session, index) for name in names for session in range(6) for index in (0, 1, 10)
+    ]
+    named = draw.sample(keys, len(records))
     firsts = {
         (name, session): min(k for k in named if k[:2] == (name, session))
         for name, session, _ in named
@@ -221,13 +231,17 @@ def test_every_verdict_and_manifest_is_the_slow_programs() -> None:
     assert reasons == set(REASONS)
 
 
-def _reduced(log: Log, recipe: dict[str, Any]) -> Log:
-    """A failing log without the rows that it also fails without."""
-    for step, records in log.items():
-        for record in list(records):
-            fewer = log | {step: [kept for kept in log[step] if kept is not record]}
-            if compare(fewer, recipe):
-                log = fewer
+def _reduced(log: Log, recipe: Record) -> Log:
+    """A failing log without many of the rows that it also fails without, found in a minute."""
+    end = time.monotonic() + 60
+    for step in log:
+        size = len(log[step])
+        while size and time.monotonic() < end:
+            for start in range(0, len(log[step]), size):
+                fewer = log | {step: log[step][:start] + log[step][start + size :]}
+                if time.monotonic() < end and compare(fewer, recipe):
+                    log = fewer
+            size //= 2
     return log
 
 

@@ -50,11 +50,14 @@ def matches(path: Path) -> bool:
 
 
 def first(path: Path, column: str) -> Any:
-    """The column's value in the first row, None where there is none."""
+    """The column's first value that is not null, None where there is none."""
     try:
-        with pq.ParquetFile(path) as file:
-            batch = next(file.iter_batches(1, columns=[column]), None)
-        return batch[0][0].as_py() if batch and batch.num_columns and len(batch) else None
+        with pq.ParquetFile(path, read_dictionary=[column]) as file:
+            for batch in file.iter_batches(LIGHT_ROWS, columns=[column]):
+                known: Any = batch.column(0).drop_null() if batch.num_columns else []
+                if len(known):
+                    return known[0].as_py()
+        return None
     except UNREADABLE:
         return None
 
@@ -97,17 +100,21 @@ class Reader:
         self, schema: pa.Schema, kinds: Mapping[str, str]
     ) -> tuple[dict[str, str], list[BadRecord]]:
         found: dict[str, str] = {}
+        lower: dict[str, str] = {}
         bad = []
         for field in schema:
             kind = kind_of(field.type)
             reason = None
             if field.name in found:
                 reason = "two columns have this name; rename one"
+            elif twin := lower.get(field.name.lower()):
+                reason = f"SQL cannot tell it from {twin!r}, for it does not see case; rename one"
             elif kind != "null" and not _agrees(kind, kinds.get(field.name)):
                 reason = f"found {kind}, expected {kinds[field.name]} as in earlier steps"
             if reason:
                 bad.append(BadRecord(self.file, None, None, field.name, reason))
             found[field.name] = kind
+            lower[field.name.lower()] = field.name
         return found, bad
 
     def _batches(
