@@ -73,9 +73,9 @@ class RewardFunction:
         Called in row order, but not for verl's padding and not without a response. A row on which
         the function fails is bad; `kinds` fixes what its results in earlier steps held.
         """
-        if not any(fields.columns.get("response") == name for name in chunk.rows.columns):
-            held = ", ".join(chunk.rows.columns)
-            raise InputError(f"{file}: {self.name} needs the response's text; read were {held}")
+        if "response" not in fields.columns:
+            held = ", ".join(chunk.kinds)
+            raise InputError(f"{file}: {self.name} needs the response's text; its fields: {held}")
         results, places, bad = [], [], []
         with redirect_stdout(sys.stderr):
             for (row, line), given in zip(
@@ -88,10 +88,10 @@ class RewardFunction:
                     bad.append(BadRecord(file, row, line, self.name, _told(error)))
         made = records.chunk(file, results, places, bad, kinds)
         good = chunk.places["source_row"].is_in(made.places["source_row"].implode())
-        rows = chunk.rows.filter(good).get_columns() + made.rows.get_columns()
+        columns = chunk.rows.filter(good).get_columns() + made.rows.get_columns()
+        rows = pl.DataFrame({column.name: column for column in columns})
         found = {name: kind for name, kind in made.kinds.items() if name != self.name}
-        kinds = {**chunk.kinds, **found}
-        return Chunk(made.places, pl.DataFrame(rows), kinds, chunk.bad + made.bad)
+        return Chunk(made.places, rows, {**chunk.kinds, **found}, chunk.bad + made.bad)
 
     def _results(self, given: dict[str, Any] | None) -> dict[str, Any]:
         if given is None:

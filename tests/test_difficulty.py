@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 import pytest
 import tdigest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollsift.pipeline.difficulty import (
@@ -64,6 +64,7 @@ def middle(values: Sequence[float], of: float) -> Fraction:
     return Fraction(doubled, 2 * len(values))
 
 
+@settings(deadline=None)
 @given(DIFFICULTIES)
 def test_exact_quartiles_are_the_smallest_values_that_reach_them(values: list[float]) -> None:
     """q25, q50 and q75 are the smallest value v with F(v) >= q, and a bucket begins at its edge."""
@@ -75,6 +76,7 @@ def test_exact_quartiles_are_the_smallest_values_that_reach_them(values: list[fl
     assert bucketed(found, values) == names
 
 
+@settings(deadline=None)
 @given(DIFFICULTIES)
 def test_midrank_buckets_are_those_of_the_middle_rank(values: list[float]) -> None:
     """With ties by mid-rank a value's bucket is where (below + half of equal) / n stands among the
@@ -84,6 +86,7 @@ def test_midrank_buckets_are_those_of_the_middle_rank(values: list[float]) -> No
     assert bucketed(found, values) == names
 
 
+@settings(deadline=None)
 @given(DIFFICULTIES, st.sampled_from(["strict", "midrank"]), st.randoms(use_true_random=False))
 def test_exact_quartiles_merge_in_any_order(values: list[float], ties: Any, draw: Any) -> None:
     """The same difficulties in any order and in any number of steps have the same edges; nulls are
@@ -142,6 +145,7 @@ def test_a_mean_is_the_same_in_any_order() -> None:
     assert set(means(values, codes, len(orders))) == {rounded_mean(rewards)}
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -167,6 +171,7 @@ def test_means_are_correctly_rounded(pairs: list[tuple[int | None, float | None]
     assert [repr(mean) for mean in found] == [repr(mean) for mean in expected]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-(2**53), 2**53).map(lambda n: n / 2**20), min_size=1, max_size=40))
 def test_means_of_multiples_of_a_small_power_of_two_are_exact(values: list[float]) -> None:
     """Rewards on a binary grid, also where their sum leaves the integers that float64 can hold,

@@ -54,12 +54,11 @@ def first(path: Path, column: str) -> Any:
     try:
         with pq.ParquetFile(path, read_dictionary=[column]) as file:
             for batch in file.iter_batches(LIGHT_ROWS, columns=[column]):
-                known: Any = batch.column(0).drop_null() if batch.num_columns else []
-                if len(known):
+                if len(known := batch.column(0).drop_null()):
                     return known[0].as_py()
-        return None
-    except UNREADABLE:
-        return None
+    except (*UNREADABLE, LookupError):  # the last where there is no such column
+        pass
+    return None
 
 
 class Reader:

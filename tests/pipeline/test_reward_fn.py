@@ -350,7 +350,7 @@ def test_the_file_is_pinned(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     _filtered(logs, tmp_path / "run", _function(tmp_path / "elsewhere", BOXED))
     assert run.versions() == {1: 1}
-    with pytest.raises(UsageError, match="made with another reader: reward_fn is"):
+    with pytest.raises(UsageError, match=r"made with another reader: reward_fn\.sha256 is"):
         _filtered(logs, tmp_path / "run", _function(tmp_path, BOXED + "    # changed"))
 
 
