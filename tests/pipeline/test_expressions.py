@@ -548,7 +548,7 @@ def test_arithmetic_equals_pythons(term, rows):
 
 
 def _as_number(text):
-    """The oracle: JSON's own reader, the two words of Python, and numpy's for what is not finite."""
+    """The oracle: JSON's own reader, Python's two words, numpy's for what is not finite."""
     if text in ("True", "False"):
         return float(text == "True")
     if text in ("nan", "inf", "-inf"):
