@@ -11,7 +11,7 @@ INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
 EXTRAS := tdigest,tokenizer,torch,verl
 DEMO := runs/demo
 
-.PHONY: setup run test check bench clean
+.PHONY: setup run test check bench demo clean
 # pip must not run twice at a time in one environment.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -36,6 +36,11 @@ test: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/run.py
+
+# A tour: what is recognised in verl's own dump, and what other settings would keep.
+demo: $(VENV)/.run
+	$(BIN)/rollsift stats data/verl_v0
+	$(BIN)/rollsift sweep data/tokens -r gfpo-shortest --grid k=2,4,8 --grid metric=response_length,token_efficiency
 
 clean:
 	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
