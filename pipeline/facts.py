@@ -2,7 +2,8 @@
 
 Light columns of a row: `source_row`, `line`, `uid`, `prompt` (text; only where groups need it),
 `truth`, `reward` (finite or null), `response_length`, `no_response`, `policy_version`, `truncated`,
-`finish_reason`, and `field:<name>` for each logged field that an expression of the recipe reads.
+`finish_reason`, and `field:<name>` for each logged field that an expression of the recipe reads, or
+`truth:<name>` (a number or null) where the expression is that name alone.
 """
 
 from __future__ import annotations
@@ -20,22 +21,20 @@ from rollsift.schemas.errors import BadRecord
 from .expressions import numbers
 from .fields import IDS, MASK, PROMPT_IDS, Fields, Length
 from .readers import Chunk
+from .readers.records import EXACT
 
-EXACT = 1 << 53  # up to here float64 holds every integer
 MOST = 1 << 40  # of a length: the sum over any step still fits into int64
-TRUE_TEXT = ("True", "true", "False", "false")
 _NUMBERS = {int, float, bool, type(None)}
-_NUMBER_KINDS = {"Boolean": "bool", "Int64": "int", "Float64": "float"}
 
 
 @dataclass(slots=True)
 class Facts:
-    """The light columns of a chunk, its rows as logged (without the bad ones) and what their fields
-    hold, what was wrong, and how many values of which field were read as numbers from text."""
+    """The light columns of a chunk, its rows as logged (without the bad ones, and fields that are
+    used as numbers as these), what was wrong, and how many values of which field were read as
+    numbers from text."""
 
     light: pl.DataFrame
     rows: pl.DataFrame
-    kinds: dict[str, str]
     bad: list[BadRecord]
     from_text: dict[str, int] = field(default_factory=dict)
 
@@ -43,9 +42,9 @@ class Facts:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How a file is read: its fields' roles, where reward and length come from, what expressions
-    need. `as_numbers` are the logged fields whose every value must be a number; `group_by_prompt`
-    says that the prompts are needed to find the groups, `scored` that a reward function needs what
-    verl gives it."""
+    need. `as_numbers` are the logged fields whose every value must be a number; of `as_truths`, names
+    in an expression, values may be; `group_by_prompt` says that the prompts are needed to find the
+    groups, `scored` that a reward function needs what verl gives it."""
 
     file: str
     step: int
@@ -54,6 +53,7 @@ class Reading:
     length: Length
     wanted: frozenset[str]
     as_numbers: frozenset[str]
+    as_truths: frozenset[str]
     group_by_prompt: bool
     count_tokens: Callable[[pl.Series], pl.Series] | None = None
     scored: bool = False
@@ -67,7 +67,8 @@ class Reading:
             roles += ["data_source", "response", "ground_truth"]
         names = {self.fields.columns[role] for role in roles if role in self.fields.columns}
         names |= {self.reward, *self.length.fields}
-        names |= {found for name in self.wanted if (found := self.fields.find(name))}
+        wanted = self.wanted | self.as_truths
+        names |= {found for name in wanted if (found := self.fields.find(name))}
         if self.scored:
             names.add("extra_info")
         if self.group_by_prompt and "prompt" not in self.fields.columns:
@@ -81,7 +82,6 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     rows, columns = chunk.rows, reading.fields.columns
     light: dict[str, pl.Series] = {}
     from_text: dict[str, int] = {}
-    kinds = dict(chunk.kinds)
 
     def logged(column: str) -> pl.Series | None:
         return rows[columns[column]] if columns.get(column) in rows.columns else None
@@ -97,8 +97,10 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
         found = _unquoted(rows[name], chunk.kinds.get(name))
         values, texts, _ = numbers(found)
         check.refuse(found.is_not_null() & values.is_null(), name, "a number", found)
+        if texts and chunk.kinds.get(name) == "mixed":  # numbers among text are JSON text, too
+            texts = int((rows[name].str.starts_with('"') & values.is_not_null()).sum())
         if texts:
-            from_text[name] = from_text.get(name, 0) + texts
+            from_text[name] = texts
         return values
 
     if (step := logged("step")) is not None:
@@ -120,19 +122,20 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     if reading.group_by_prompt:
         light["prompt"] = text("prompt", rows.get_column(PROMPT_IDS, default=None))
         light["truth"] = text("ground_truth")
+    for wanted in sorted(reading.as_truths):
+        field = reading.fields.find(wanted)
+        if field in rows.columns:
+            light[f"truth:{wanted}"] = numbers(_unquoted(rows[field], chunk.kinds.get(field)))[0]
     for wanted in sorted(reading.wanted):
         field = reading.fields.find(wanted)
         if field is None or field not in rows.columns:
             continue
-        # What is used as a number must be one; `acc` is merely looked at, if it is one.
-        found = _unquoted(rows[field], kinds.get(field))
-        if field in reading.as_numbers or (wanted == "acc" and numbers(found)[2] is None):
-            rows = rows.with_columns(_as_read(found, number(field)))
-            kinds[field] = _NUMBER_KINDS.get(str(rows[field].dtype), kinds[field])
+        if field in reading.as_numbers and rows[field].dtype == pl.String:
+            rows = rows.with_columns(number(field).alias(field))
         light[f"field:{wanted}"] = rows[field]
     frame = chunk.places.with_columns(**light)
     good = ~check.wrong
-    return Facts(frame.filter(good), rows.filter(good), kinds, chunk.bad + check.bad, from_text)
+    return Facts(frame.filter(good), rows.filter(good), chunk.bad + check.bad, from_text)
 
 
 class _Check:
@@ -286,14 +289,3 @@ def _is_list_of_numbers(dtype: pl.DataType) -> bool:
 def _unquoted(values: pl.Series, kind: str | None) -> pl.Series:
     """Mixed values are JSON text, in which strings stand in quotes."""
     return values.str.replace(r'(?s)^"(.*)"$', "$1") if kind == "mixed" else values
-
-
-def _as_read(values: pl.Series, read: pl.Series) -> pl.Series:
-    """A field used as a number, as it is shown: bools, integers or floats, also from text."""
-    if values.dtype != pl.String:
-        return values
-    if values.drop_nulls().is_in(TRUE_TEXT).all():
-        return (read != 0).alias(values.name)
-    whole = read.cast(pl.Int64, strict=False)
-    exact = (whole.cast(pl.Float64) == read).fill_null(read.is_null())
-    return (whole if exact.all() else read).alias(values.name)

@@ -20,10 +20,11 @@ from .facts import Reading, facts
 from .fields import IDS, MASK, REWARDS, Fields, format_of, length_of, resolve, reward_field
 from .groups import ROW_KEY, group
 from .readers import Chunk, Chunks, generation, jsonl, parquet
+from .rewards import Answers, RewardFunction
 from .score import Rules
 from .sources import Source
 from .store import Spool
-from .texts import Fingerprint, joint, json_texts, text_part
+from .texts import Fingerprint, text_part
 
 Progress = Callable[[int], None]
 
@@ -93,6 +94,21 @@ def load(
     return _Loader(source, by, carried, spool, progress, need_reward).load()
 
 
+@dataclass(slots=True)
+class _Read:
+    """What came of reading a file; `settled` says that every chunk was read by all that its fields
+    hold."""
+
+    settled: bool = True
+    light: list[pl.DataFrame] = field(default_factory=lambda: [_empty()])
+    bad: list[BadRecord] = field(default_factory=list)
+    from_text: dict[str, int] = field(default_factory=dict)
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    reading: Reading | None = None
+    records: int = 0
+    digest: str = ""
+
+
 class _Loader:
     def __init__(
         self,
@@ -108,56 +124,39 @@ class _Loader:
         self.carried = replace(
             carried, kinds=dict(carried.kinds), fingerprints=dict(carried.fingerprints)
         )
-        self.fixed = dict(carried.kinds)
+        self.fixed = {name: kind for name, kind in carried.kinds.items() if kind != "null"}
         self.format = _format(source)
         # Rows of a Parquet log are found again by their number, responses of one row are not.
         self.copied = self.format != "parquet"
         self.stored = self.copied or by.aids.reward is not None  # or its results are
-        self.kinds: dict[str, str] = {}
-        self.as_read: dict[str, str] = {}  # kinds of text fields that were read as numbers
+        # What the file's fields hold, and what a reward function's results do.
+        self.logged: dict[str, str] = {}
+        self.results: dict[str, str] = {}
+        self.answers: dict[int, Answers] = {}
         self.by_prompt = self.format == "jsonl"
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        return self.logged | self.results
+
     def load(self) -> Loaded:
-        light, bad = [_empty()], []
-        held: list[dict[str, str]] = []
-        from_text: dict[str, int] = {}
-        fingerprint, length_source = Fingerprint(), None
-        reader, chunks = self._open()
-        for chunk in map(self._scored, chunks):
-            bad += chunk.bad
-            for name, kind in chunk.kinds.items():
-                self.kinds[name] = joint(self.kinds.get(name), kind)
-            if not len(chunk.places):
-                continue
-            reading = self._reading()
-            length_source = reading.length.source
-            read = facts(replace(chunk, bad=[]), reading)
-            bad += read.bad
-            for name, count in read.from_text.items():
-                from_text[name] = from_text.get(name, 0) + count
-            light.append(read.light)
-            held.append(read.kinds)
-            for name, kind in read.kinds.items():
-                if kind != chunk.kinds.get(name):
-                    self.as_read[name] = joint(self.as_read.get(name), kind)
-            if reading.group_by_prompt and read.light["uid"].null_count() == len(read.light):
-                fingerprint.add(read.rows, reading.fields)
-            if self.stored:
-                place = read.light["source_row"]
-                self.spool.add(
-                    *text_part(read.rows, place, reading.fields, read.kinds, self.copied)
-                )
-        records, digest = reader.records, reader.digest or _sha256(self.source.path)
-        if whole := [record for record in bad if record.source_row is None]:
-            # A file cut half-way may lack any row of any group: all of it is out.
-            light, bad, records = light[:1], whole[:1], 1
+        read = self._read(self.progress)
+        if not read.settled:  # what a field holds, or that there is one, was told by a later chunk
             self.spool.close()
-        light[1:] = [self._as_mixed(*part) for part in zip(light[1:], held, strict=False)]
-        rows = pl.concat(light, how="diagonal_relaxed").with_columns(
+            again = self._read(None, again=True)
+            if again.digest != read.digest:
+                raise InputError(f"{self.source.file}: changed while it was read; filter again")
+            read = again
+        if whole := [record for record in read.bad if record.source_row is None]:
+            # A file cut half-way may lack any row of any group: all of it is out.
+            read.light, read.bad, read.records = read.light[:1], whole[:1], 1
+            self.spool.close()
+        rows = pl.concat(read.light, how="diagonal_relaxed").with_columns(
             step=pl.lit(self.source.step, pl.Int64)
         )
-        grouped = group(rows, self.source.file, lossy=bool(bad))
-        repeated = self._repeated(fingerprint.hexdigest())
+        grouped = group(rows, self.source.file, lossy=bool(read.bad))
+        fingerprint = read.fingerprint.hexdigest()
+        repeated = self._repeated(fingerprint)
         notes = grouped.notes
         if repeated is not None:
             notes.append(f"{self.source.file}: the same rollouts as step {repeated} (`repeat`)")
@@ -167,25 +166,54 @@ class _Loader:
             ids=grouped.ids,
             format=format_of(self.kinds, self.format, grouped.cut) if self.kinds else None,
             group_source=grouped.source,
-            length_source=length_source,
-            records=records,
-            digest=digest,
-            fingerprint=fingerprint.hexdigest(),
-            bad=bad + grouped.bad,
+            length_source=read.reading.length.source if read.reading else None,
+            records=read.records,
+            digest=read.digest,
+            fingerprint=fingerprint,
+            bad=read.bad + grouped.bad,
             notes=notes,
-            from_text=from_text,
+            from_text=read.from_text,
             pins=self.by.aids.pins,
-            carried=self._carry(),
+            carried=self._carry(read.reading),
         )
 
-    def _as_mixed(self, light: pl.DataFrame, kinds: Mapping[str, str]) -> pl.DataFrame:
-        """A chunk's fields for expressions, as JSON text where other chunks made them mixed."""
-        for wanted in self.by.wanted:
-            field, name = self._reading().fields.find(wanted) or "", f"field:{wanted}"
-            plain = kinds.get(field) in ("bool", "int", "float", "string")
-            if plain and self.kinds.get(field) == "mixed" and field not in self.as_read:
-                light = light.with_columns(json_texts(light[name]))
-        return light
+    def _read(self, progress: Progress | None, again: bool = False) -> _Read:
+        """Read all chunks, each by what is known of the file's fields when it is read. Once a chunk
+        tells more than those before it, the rest is read for that alone."""
+        reader, chunks = self._open(progress)
+        read, function = _Read(), self.by.aids.reward
+        for number, chunk in enumerate(chunks):
+            read.settled &= len(read.light) == 1 or chunk.kinds == self.logged
+            self.logged.update(chunk.kinds)
+            if function and len(chunk.places):
+                chunk = self._scored(chunk, function, number)
+                read.settled &= len(read.light) == 1 or chunk.kinds == self.kinds
+                self.results = {
+                    name: k for name, k in chunk.kinds.items() if name not in self.logged
+                }
+            read.bad += chunk.bad
+            if read.settled and len(chunk.places):
+                try:
+                    self._add(chunk, read)
+                except InputError:  # a field that is missing may yet come
+                    if again:
+                        raise
+                    read.settled = False
+        read.records, read.digest = reader.records, reader.digest or _sha256(self.source.path)
+        return read
+
+    def _add(self, chunk: Chunk, read: _Read) -> None:
+        reading = read.reading = self._reading()
+        found = facts(replace(chunk, bad=[]), reading)
+        read.bad += found.bad
+        read.light.append(found.light)
+        for name, count in found.from_text.items():
+            read.from_text[name] = read.from_text.get(name, 0) + count
+        if reading.group_by_prompt and found.light["uid"].null_count() == len(found.light):
+            read.fingerprint.add(found.rows, reading.fields)
+        if self.stored:
+            place = found.light["source_row"]
+            self.spool.add(text_part(found.rows, place, reading.fields, chunk.kinds, self.copied))
 
     def _repeated(self, fingerprint: str) -> int | None:
         """The earlier step that holds the same rollouts, if one does."""
@@ -194,22 +222,22 @@ class _Loader:
         first = self.carried.fingerprints.setdefault(fingerprint, self.source.step)
         return first if first != self.source.step else None
 
-    def _open(self) -> tuple[jsonl.Reader | parquet.Reader, Chunks]:
+    def _open(self, progress: Progress | None) -> tuple[jsonl.Reader | parquet.Reader, Chunks]:
         source = self.source
         if not self.copied:
             reader = parquet.Reader(source.path, source.file)
-            return reader, reader.chunks(self._enforced(), self._choose, self.progress)
+            return reader, reader.chunks(self._enforced(), self._choose, progress)
         reader_class = generation.Reader if self.format == "generation" else jsonl.Reader
         lines = reader_class(source.path, source.file)
-        return lines, lines.chunks(self._enforced(), self.progress)
+        return lines, lines.chunks(self._enforced(), self.logged, progress)
 
-    def _scored(self, chunk: Chunk) -> Chunk:
-        """The chunk with a reward function's results, if there is one."""
-        function = self.by.aids.reward
-        if function is None or not len(chunk.places):
-            return chunk
-        fields = resolve({**self.fixed, **self.kinds, **chunk.kinds}, function.name, None)
-        return function.score(chunk, fields, self.source.file, self._enforced())
+    def _scored(self, chunk: Chunk, function: RewardFunction, number: int) -> Chunk:
+        """The chunk with the reward function's results; it is called once for each row."""
+        if number not in self.answers:
+            fields = resolve({**self.fixed, **self.kinds}, function.name, None)
+            self.answers[number] = function.answers(chunk, fields, self.source.file)
+        answers = self.answers[number]
+        return function.scored(chunk, answers, self.source.file, self._enforced(), self.results)
 
     def _enforced(self) -> dict[str, str]:
         """The kinds that values must be of: those of earlier steps, text where text is due."""
@@ -224,7 +252,7 @@ class _Loader:
         return fixed
 
     def _choose(self, kinds: Mapping[str, str]) -> list[str]:
-        self.kinds = dict(kinds)
+        self.logged = dict(kinds)
         # Where uids may be verl's row keys, prompts must be compared.
         uid = parquet.first(self.source.path, "uid")
         self.by_prompt = uid is None or bool(re.match(ROW_KEY, str(uid)))
@@ -234,40 +262,48 @@ class _Loader:
         file, recipe = self.source.file, self.by.recipe
         known = {**self.fixed, **self.kinds}
         tokenizer, function = self.by.aids.tokenizer, self.by.aids.reward
+        reward = self.carried.reward
         if function:
-            self.carried.reward = function.name
+            reward = function.name
         elif self.need_reward or any(name in self.kinds for name in REWARDS):
-            wanted = self.carried.reward or recipe.reward
-            self.carried.reward = reward_field(self.kinds, wanted, file)
+            reward = reward_field(self.kinds, reward or recipe.reward, file)
         length = length_of(self.kinds, recipe.length, tokenizer is not None, file)
-        self.carried.unit = self.carried.unit or length.unit
-        if length.unit != self.carried.unit:
+        if length.unit != (self.carried.unit or length.unit):
             raise InputError(
                 f"{file}: length would be in {length.unit}, earlier steps' is in "
                 f"{self.carried.unit}; one run has one unit: set length= or filter apart"
             )
-        fields = resolve(known, self.carried.reward, length)
+        fields = resolve(known, reward, length)
         # An `acc` that was logged with another score says nothing of a reward function's.
         stale = function is not None and fields.find("acc") not in fields.results
-        numbers = {fields.find(name) for name in self.by.as_numbers}
         return Reading(
             file=file,
             step=self.source.step,
             fields=fields,
-            reward=self.carried.reward or "",
+            reward=reward or "",
             length=length,
-            wanted=self.by.named if stale else self.by.wanted,
-            as_numbers=frozenset(name for name in numbers if name),
+            wanted=self.by.named,
+            as_numbers=self._numbers(fields),
+            as_truths=self.by.as_truths - ({"acc"} if stale else set()),
             group_by_prompt=self.by_prompt,
             count_tokens=tokenizer.count if tokenizer else None,
             scored=function is not None,
         )
 
-    def _carry(self) -> Carried:
-        for name, kind in (self.kinds | self.as_read).items():
-            if kind != "null":
-                word = "number" if kind in ("int", "float") else kind
-                self.carried.kinds.setdefault(name, word)
+    def _numbers(self, fields: Fields) -> frozenset[str]:
+        """The fields whose every value must be a number, for the recipe uses it as one."""
+        found = {fields.find(name) for name in self.by.as_numbers}
+        return frozenset(name for name in found if name)
+
+    def _carry(self, reading: Reading | None) -> Carried:
+        numbers: frozenset[str] = frozenset()
+        if reading:
+            self.carried.reward, self.carried.unit = reading.reward or None, reading.length.unit
+            numbers = reading.as_numbers
+        for name, kind in self.kinds.items():
+            word = "number" if kind in ("int", "long", "float") or name in numbers else kind
+            if self.carried.kinds.get(name, "null") == "null":
+                self.carried.kinds[name] = word
         return self.carried
 
 

@@ -33,6 +33,16 @@ from .readers import Chunk, records
 _ROLES = ("uid", "data_source", "response", "ground_truth")
 
 
+@dataclass(slots=True)
+class Answers:
+    """What a reward function said of a chunk: its results row by row, the places of these rows, and
+    the rows on which it failed."""
+
+    results: list[dict[str, Any]]
+    places: list[tuple[int, int | None]]
+    bad: list[BadRecord]
+
+
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
     """`compute_score(data_source, solution_str, ground_truth, extra_info)`: gives a number, or a
@@ -67,31 +77,39 @@ class RewardFunction:
         shown = f"{Path(where).name}:{name}" if where.endswith(".py") else text
         return cls(shown, hashlib.sha256(data).hexdigest(), function)
 
-    def score(self, chunk: Chunk, fields: Fields, file: str, kinds: Mapping[str, str]) -> Chunk:
-        """The chunk with the reward under `name`, and each further result under `name.<key>`.
-
-        Called in row order, but not for verl's padding and not without a response. A row on which
-        the function fails is bad; `kinds` fixes what its results in earlier steps held.
-        """
+    def answers(self, chunk: Chunk, fields: Fields, file: str) -> Answers:
+        """Call the function for each row, in their order, but not for verl's padding and not
+        without a response. A row on which it fails is bad."""
         if "response" not in fields.columns:
             held = ", ".join(chunk.kinds)
             raise InputError(f"{file}: {self.name} needs the response's text; its fields: {held}")
-        results, places, bad = [], [], []
+        answers = Answers([], [], [])
         with redirect_stdout(sys.stderr):
             for (row, line), given in zip(
                 chunk.places.iter_rows(), _given(chunk, fields), strict=True
             ):
                 try:
-                    results.append(self._results(given))
-                    places.append((row, line))
+                    answers.results.append(self._results(given))
+                    answers.places.append((row, line))
                 except (Exception, SystemExit) as error:
-                    bad.append(BadRecord(file, row, line, self.name, _told(error)))
-        made = records.chunk(file, results, places, bad, kinds)
+                    answers.bad.append(BadRecord(file, row, line, self.name, _told(error)))
+        return answers
+
+    def scored(
+        self,
+        chunk: Chunk,
+        answers: Answers,
+        file: str,
+        fixed: Mapping[str, str],
+        known: Mapping[str, str],
+    ) -> Chunk:
+        """The chunk with the reward under `name`, and each further result under `name.<key>`;
+        `fixed` and `known` say what results hold, as in JSONL."""
+        made = records.chunk(file, answers.results, answers.places, answers.bad, fixed, known)
         good = chunk.places["source_row"].is_in(made.places["source_row"].implode())
         columns = chunk.rows.filter(good).get_columns() + made.rows.get_columns()
         rows = pl.DataFrame({column.name: column for column in columns})
-        found = {name: kind for name, kind in made.kinds.items() if name != self.name}
-        return Chunk(made.places, rows, {**chunk.kinds, **found}, chunk.bad + made.bad)
+        return Chunk(made.places, rows, {**chunk.kinds, **made.kinds}, chunk.bad + made.bad)
 
     def _results(self, given: dict[str, Any] | None) -> dict[str, Any]:
         if given is None:

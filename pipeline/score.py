@@ -66,15 +66,17 @@ class Rules:
         return frozenset(names - set(FACTS))
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """Those, and `acc` where it may say what is correct."""
-        return self.named | ({"acc"} if self.correct is None else set())
-
-    @property
     def as_numbers(self) -> frozenset[str]:
         """Names, in lower case, of fields that are used as a number just as they stand."""
         bare = {e.bare for e in (self.metric, self.signal, self.spread) if e and e.bare}
         return frozenset({name.lower() for name in bare} - set(FACTS))
+
+    @property
+    def as_truths(self) -> frozenset[str]:
+        """Names, in lower case, of fields that say what is true: `acc` where nothing else does."""
+        bare = {e.bare for e in (self.correct, self.excluded) if e and e.bare}
+        acc = {"acc"} if self.correct is None else set()
+        return frozenset({name.lower() for name in bare} - set(FACTS)) | acc
 
     def check_names(self, fields: Fields) -> None:
         """Raise RecipeError for a name that an expression reads and no step's log has."""
@@ -191,16 +193,23 @@ def _number(frame: pl.DataFrame, expression: Expression, key: str) -> pl.Series:
 def _true(frame: pl.DataFrame, expression: Expression | None, key: str) -> pl.Series:
     if expression is None:
         return pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
-    return booleans(_values(frame, expression, key))[0].fill_null(False)
+    return _truth(frame, expression, key).fill_null(False)
+
+
+def _truth(frame: pl.DataFrame, expression: Expression, key: str) -> pl.Series:
+    field = f"truth:{(expression.bare or '').lower()}"
+    if field in frame.columns:
+        return frame[field] != 0
+    return booleans(_values(frame, expression, key))[0]
 
 
 def _correct(frame: pl.DataFrame, by: Rules) -> pl.Series:
     if by.correct:
-        return booleans(_values(frame, by.correct, "correct"))[0]
+        return _truth(frame, by.correct, "correct")
     rewarded = frame["reward"] > 0
-    if "field:acc" not in frame.columns:
+    if "truth:acc" not in frame.columns:
         return rewarded
-    acc = numbers(frame["field:acc"])[0]
+    acc = frame["truth:acc"]
     return (acc > 0).zip_with(acc.is_not_null() & acc.is_not_nan(), rewarded)
 
 

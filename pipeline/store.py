@@ -211,12 +211,10 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.parts: list[pl.DataFrame | Path] = []
-        self.kinds: list[Mapping[str, str]] = []
         self.held = 0
 
-    def add(self, part: pl.DataFrame, kinds: Mapping[str, str]) -> None:
-        """Take one chunk, and what its columns hold; chunks come back in their order."""
-        self.kinds.append(kinds)
+    def add(self, part: pl.DataFrame) -> None:
+        """Take one chunk; chunks come back in their order."""
         self.held += int(part.estimated_size())
         if self.held <= self.LIMIT:
             self.parts.append(part)
@@ -234,7 +232,7 @@ class Spool:
         for part in self.parts:
             if isinstance(part, Path):
                 part.unlink()
-        self.parts, self.kinds, self.held = [], [], 0
+        self.parts, self.held = [], 0
 
 
 _BAD = {

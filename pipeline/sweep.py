@@ -7,7 +7,7 @@ judged by the filter's own stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class _Reading:
 class _NoSpool(Spool):
     """Takes no text: nothing is stored."""
 
-    def add(self, part: pl.DataFrame, kinds: Mapping[str, str]) -> None:
+    def add(self, part: pl.DataFrame) -> None:
         pass
 
 
@@ -121,7 +121,8 @@ class _Sweep:
     def add(self, point: Point, by: Rules) -> None:
         """Put a point to those that it shares work with."""
         self.points += 1
-        read_alike = (point.recipe.reward, point.recipe.length, by.wanted, by.as_numbers)
+        fields = (by.named, by.as_numbers, by.as_truths)
+        read_alike = (point.recipe.reward, point.recipe.length, *fields)
         reading = self.readings.setdefault(read_alike, _Reading(by))
         without_k = msgspec.structs.replace(point.recipe, k=1)
         if without_k not in reading.scorings:

@@ -37,11 +37,6 @@ BY_BUCKET = {"very_hard": 4, "hard": 3, "medium": 2, "easy": 1}
 WORDS = ["a", "bb", "ccc", "dd é", "", "ee\nff", "gggggg"]
 
 
-# Known faults: what a field means is settled chunk by chunk, so a JSONL file of more than 16 MiB
-# whose fields change kind, or first appear, past a chunk's end can be told another way.
-KNOWN = pytest.mark.xfail(strict=True, reason="settled chunk by chunk, not for the whole file")
-
-
 def a_step(step: int, seed: int, groups: int = 6, kind: str = "row keys") -> Records:
     """Records of one step, its groups interleaved: ties, empty and unscored answers among them."""
     draw = random.Random(f"{step} {seed}")
@@ -218,7 +213,7 @@ def _chunk(monkeypatch: pytest.MonkeyPatch, size: int = 1000) -> None:
 
 def pieces(file: Path) -> int:
     """How many chunks with rows a JSONL file is read in."""
-    found = jsonl.Reader(file, file.name).chunks({})
+    found = jsonl.Reader(file, file.name).chunks({}, {})
     return sum(len(chunk.places) > 0 for chunk in found)
 
 
@@ -248,15 +243,15 @@ LINE = {"input": "p", "output": "xx", "score": 1, "step": 1}
     [
         ([{"gts": "4"}, {"gts": 4}], {}),
         ([{"gts": "4"}, {"gts": "4"}, {"gts": "4"}, {"gts": ["4"]}], {}),
-        pytest.param([{"gts": 4}, {"gts": 4.5}, {"gts": 4}, {"gts": 4}], {}, marks=KNOWN),
+        ([{"gts": 4}, {"gts": 4.5}, {"gts": 4}, {"gts": 4}], {}),
         ([{"score": 1}, {"score": "0.5"}, {"score": True}, {"score": float("nan")}], {}),
-        pytest.param([{"acc": 1}, {"acc": "0"}, {"acc": True}, {"acc": "no"}], {}, marks=KNOWN),
-        pytest.param([{"acc": 1}, {"acc": "0"}, {"acc": True}], {"reward": "acc"}, marks=KNOWN),
+        ([{"acc": 1}, {"acc": "0"}, {"acc": True}, {"acc": "no"}], {}),
+        ([{"acc": 1}, {"acc": "0"}, {"acc": True}], {"reward": "acc"}),
         ([{"level": 1}, {"level": "1"}], {"exclude_where": "level = '1'"}),
         ([{"level": 1}, {"level": 1.5}], {"exclude_where": "level::VARCHAR = '1'"}),
         ([{}, {"level": 2}], {"exclude_where": "level = 2"}),
         ([{"output": None}, {}], {}),
-        pytest.param([{"seed": 1 << 60}, {"seed": 0.5}], {}, marks=KNOWN),
+        ([{"seed": 1 << 60}, {"seed": 0.5}], {}),
         ([{"info": {"a": 1}}, {"info": "a"}, {"info": [1]}], {}),
     ],
     ids=json.dumps,
@@ -276,7 +271,6 @@ def test_a_value_means_the_same_in_any_chunk(
         assert shown(tmp_path / f"run{size}") == shown(tmp_path / "whole")
 
 
-@KNOWN
 @pytest.mark.parametrize("late", ["score", "output", "response_length"])
 def test_a_field_may_first_appear_in_a_late_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
@@ -293,7 +287,6 @@ def test_a_field_may_first_appear_in_a_late_chunk(
     assert ids(tmp_path / "pieces") == ids(tmp_path / "whole")
 
 
-@KNOWN
 def test_the_reward_is_one_field_in_all_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +301,6 @@ def test_the_reward_is_one_field_in_all_chunks(
     assert ids(tmp_path / "pieces") == ids(tmp_path / "whole")
 
 
-@KNOWN
 def test_a_repeated_batch_is_seen_whatever_the_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

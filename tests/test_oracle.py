@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -25,6 +26,7 @@ from rollsift.pipeline.batch import filter_logs
 from rollsift.pipeline.sources import discover
 from rollsift.pipeline.sql import query
 from rollsift.pipeline.store import Run
+from rollsift.schemas.errors import InputError
 from rollsift.schemas.reasons import REASONS
 from rollsift.schemas.recipe import resolve
 
@@ -239,8 +241,9 @@ def _reduced(log: Log, recipe: Record) -> Log:
         while size and time.monotonic() < end:
             for start in range(0, len(log[step]), size):
                 fewer = log | {step: log[step][:start] + log[step][start + size :]}
-                if fewer != log and time.monotonic() < end and compare(fewer, recipe):
-                    log = fewer
+                with suppress(InputError):  # too little is left to be a log
+                    if fewer != log and time.monotonic() < end and compare(fewer, recipe):
+                        log = fewer
             size //= 2
     return log
 

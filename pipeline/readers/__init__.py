@@ -16,9 +16,9 @@ class Chunk:
 
     `places` has `source_row` (Int64, from 0 in the file) and `line` (Int64, physical line from 1,
     null in Parquet); `rows` has a column per logged field, beside it row by row. `kinds` says what
-    each field holds: null, bool, int, float, string, nested (lists, objects) or mixed, the last two
-    as JSON text in JSONL; in Parquet also other types by their Arrow names. Records that cannot be
-    used are in `bad` and nowhere else.
+    each field holds in the file up to here: null, bool, int, long (integers beyond 2**53), float,
+    string, nested (lists, objects) or mixed, the last two as JSON text in JSONL; in Parquet also
+    other types by their Arrow names. Records that cannot be used are in `bad` and nowhere else.
     """
 
     places: pl.DataFrame

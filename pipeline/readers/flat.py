@@ -19,6 +19,8 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from .records import DTYPES, EXACT, joint, whole_kind
+
 BLOCK = 1 << 18  # bytes looked at together: they stay in the cache
 MAX_BACKSLASHES = 64  # before a quote
 _LINE_FEED, _QUOTE, _BACKSLASH = b'\n"\\'
@@ -26,18 +28,21 @@ _INTEGER = r"^-?(?:0|[1-9][0-9]*)$"
 _NUMBER = r"^-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?$"
 # The words of `fixed` that a kind agrees with.
 _AGREE = {
-    "null": {"null", "bool", "number", "string", "text", "nested", "any"},
+    "null": {"bool", "number", "string", "text", "nested", "any"},
     "bool": {"bool", "any"},
     "int": {"number", "any"},
+    "long": {"number", "any"},
     "float": {"number", "any"},
     "string": {"string", "text", "any"},
 }
 
 
-def read(data: bytes, fixed: Mapping[str, str]) -> tuple[pl.DataFrame, dict[str, str]] | None:
+def read(
+    data: bytes, fixed: Mapping[str, str], known: Mapping[str, str]
+) -> tuple[pl.DataFrame, dict[str, str]] | None:
     """Rows and kinds of lines that each end in a line feed, or None.
 
-    `fixed` says what fields of earlier steps hold, as in `jsonl.Reader.chunks`.
+    `fixed` and `known` say what fields hold, as in `jsonl.Reader.chunks`.
     """
     fields = _fields(data) if data.endswith(b"\n") else None
     if not fields:
@@ -53,17 +58,24 @@ def read(data: bytes, fixed: Mapping[str, str]) -> tuple[pl.DataFrame, dict[str,
     try:
         pieces.validate(full=True)  # UTF-8, too
         every = pl.Series(pl.from_arrow(pieces))
-        columns, kinds = [], {}
+        count = len(bounds)
+        columns = {
+            name: pl.repeat(None, count, dtype=DTYPES[kind], eager=True)
+            for name, kind in known.items()
+        }
+        kinds = dict(known)
         for index, (name, is_text) in enumerate(fields.items()):
             values = every.gather_every(2 * len(fields), 2 * index + 1).alias(name)
             kind, column = _texts(values) if is_text else _scalars(values)
             if fixed.get(name, "any") not in _AGREE[kind]:
                 return None
-            columns.append(column)
-            kinds[name] = kind
+            kinds[name] = joint(known.get(name), kind)
+            if kinds[name] == "mixed" or known.get(name) == "nested":
+                return None
+            columns[name] = column.cast(DTYPES[kinds[name]])
     except (pa.ArrowInvalid, pl.exceptions.ComputeError, _NotFlat):
         return None
-    return pl.DataFrame(dict(zip(fields, columns, strict=True))), kinds
+    return pl.DataFrame(columns), kinds
 
 
 class _NotFlat(Exception):
@@ -161,10 +173,12 @@ def _scalars(values: pl.Series) -> tuple[str, pl.Series]:
         raise _NotFlat
     whole = known.filter(known.str.contains(_INTEGER))
     kind = "int" if len(whole) == len(known) else "float"
-    read = values.cast(pl.Int64 if kind == "int" else pl.Float64, strict=False)
+    read = values.cast(DTYPES[kind], strict=False)
     fits = read.null_count() == values.null_count()
+    if kind == "int" and fits:
+        kind = whole_kind(int(read.min()), int(read.max()))  # type: ignore[arg-type]  # none is null
     if kind == "float":  # integers among them must be exact, and -0 is no -0.0
-        small = (whole.cast(pl.Float64).abs() < 1 << 53) & (whole != "-0")
+        small = (whole.cast(pl.Float64).abs() < EXACT) & (whole != "-0")
         fits &= bool(small.all() and read.drop_nulls().is_finite().all())
     if not fits:
         raise _NotFlat

@@ -49,8 +49,10 @@ class Reader(jsonl.Reader):
     """One generation file. `digest` and `records` hold, after `chunks` is exhausted, the SHA-256 of
     the footer and of the column chunks read, and the number of responses."""
 
-    def chunks(self, kinds: Mapping[str, str], progress: Any = None) -> Chunks:
-        """Read the file; `kinds` fixes what fields of earlier steps hold, as in JSONL."""
+    def chunks(
+        self, fixed: Mapping[str, str], known: Mapping[str, str], progress: Any = None
+    ) -> Chunks:
+        """Read the file; `fixed` and `known` say what fields hold, as in JSONL."""
         prompts = parquet.Reader(self.path, self.file)
         bad: list[BadRecord] = []
         number = 0
@@ -59,16 +61,22 @@ class Reader(jsonl.Reader):
             for chunk in prompts.chunks({}, lambda _: names, progress):
                 bad += chunk.bad
                 for rows in chunk.rows.iter_slices(PROMPTS):
-                    yield self._responses(rows, number, kinds)
+                    yield self._responses(rows, number, fixed, known)
                     number += len(rows)
         except parquet.UNREADABLE as error:
             bad.append(BadRecord(self.file, None, None, None, f"cannot be read: {error}"))
         # Of a prompt that cannot be read, the responses cannot be counted.
         bad = [replace(record, source_row=None) for record in bad]
-        yield records.chunk(self.file, [], [], bad, kinds)
+        yield records.chunk(self.file, [], [], bad, fixed, known)
         self.digest = prompts.digest
 
-    def _responses(self, prompts: pl.DataFrame, first: int, kinds: Mapping[str, str]) -> Chunk:
+    def _responses(
+        self,
+        prompts: pl.DataFrame,
+        first: int,
+        fixed: Mapping[str, str],
+        known: Mapping[str, str],
+    ) -> Chunk:
         rows = [
             shared | {"response": response}
             for number, prompt in enumerate(prompts.iter_rows(named=True), first)
@@ -78,7 +86,7 @@ class Reader(jsonl.Reader):
         ]
         places = [(self.records + index, None) for index in range(len(rows))]
         self.records += len(rows)
-        return records.chunk(self.file, rows, places, [], kinds)
+        return records.chunk(self.file, rows, places, [], fixed, known)
 
 
 def _shared(row: Mapping[str, Any]) -> dict[str, Any]:

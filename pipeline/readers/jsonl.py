@@ -52,32 +52,47 @@ class Reader:
         self.records = 0
         self.digest = ""
 
-    def chunks(self, kinds: Mapping[str, str], progress: Any = None) -> Chunks:
-        """Read the file; `kinds` fixes what fields of earlier steps hold (`number` for any).
+    def chunks(
+        self, fixed: Mapping[str, str], known: Mapping[str, str], progress: Any = None
+    ) -> Chunks:
+        """Read the file; `fixed` says what fields of earlier steps hold (`number` for any), and a
+        value of another kind makes its record bad. `known` says what the fields of this file hold:
+        all that is known when a chunk is read, it has columns of that kind for.
 
-        A value of another kind makes its record bad. Never raises for content: what is wrong stands
-        in the chunks' `bad`, a whole file as a record without a row.
+        Never raises for content: what is wrong stands in the chunks' `bad`, a whole file as a
+        record without a row.
         """
         with self.path.open("rb", buffering=0) as raw, ThreadPoolExecutor(1) as hasher:
             hashing = _Hashing(raw, progress, hasher)
             try:
                 for line, start, data in _pieces(hashing):
-                    yield self._flat(data, line, kinds) or self._lines(data, line, start, kinds)
+                    yield self._flat(data, line, fixed, known) or self._lines(
+                        data, line, start, fixed, known
+                    )
             except (_Unusable, OSError) as error:
                 bad = BadRecord(self.file, None, None, None, f"cannot be read: {error}")
-                yield chunk(self.file, [], [], [bad], kinds)
+                yield chunk(self.file, [], [], [bad], fixed, known)
             hashing.drain()
         self.digest = hashing.sha256.hexdigest()
 
-    def _flat(self, data: bytes, line: int, kinds: Mapping[str, str]) -> Chunk | None:
-        read = flat.read(data, kinds) if len(data) <= MAX_RECORD else None
+    def _flat(
+        self, data: bytes, line: int, fixed: Mapping[str, str], known: Mapping[str, str]
+    ) -> Chunk | None:
+        read = flat.read(data, fixed, known) if len(data) <= MAX_RECORD else None
         if read is None:
             return None
         first, self.records = self.records, self.records + len(read[0])
         rows = pl.int_range(first, self.records, eager=True)
         return Chunk(pl.DataFrame({"source_row": rows, "line": rows - first + line + 1}), *read)
 
-    def _lines(self, data: bytes, line: int, start: int, kinds: Mapping[str, str]) -> Chunk:
+    def _lines(
+        self,
+        data: bytes,
+        line: int,
+        start: int,
+        fixed: Mapping[str, str],
+        known: Mapping[str, str],
+    ) -> Chunk:
         rows: list[dict[str, Any]] = []
         places: list[tuple[int, int]] = []
         bad: list[BadRecord] = []
@@ -91,7 +106,7 @@ class Reader:
                 # Only a record without its line feed can have been cut.
                 whole = row if data.endswith(b"\n") or _is_json(text) else None
                 bad.append(BadRecord(self.file, whole, at, error.field, str(error)))
-        return chunk(self.file, rows, places, bad, kinds)
+        return chunk(self.file, rows, places, bad, fixed, known)
 
 
 def first(path: Path) -> dict[str, Any]:

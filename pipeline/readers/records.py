@@ -20,9 +20,12 @@ _EXPECTED = {
     "number": "a number as in earlier steps",
     "nested": "a list or an object as in earlier steps",
 }
-_DTYPES = {
+# Other pairs are mixed: a float that a `long` would become is not exact.
+_JOINT = {frozenset(("int", "float")): "float", frozenset(("int", "long")): "long"}
+EXACT = 1 << 53  # up to here float64 holds every integer
+DTYPES = {
     "null": pl.Null(), "bool": pl.Boolean(), "int": pl.Int64(), "float": pl.Float64(),
-    "string": pl.String(), "nested": pl.String(), "mixed": pl.String(),
+    "long": pl.Int64(), "string": pl.String(), "nested": pl.String(), "mixed": pl.String(),
 }  # fmt: skip
 
 
@@ -31,18 +34,20 @@ def chunk(
     rows: Sequence[Mapping[str, Any]],
     places: Sequence[tuple[int, int | None]],
     bad: list[BadRecord],
-    kinds: Mapping[str, str],
+    fixed: Mapping[str, str],
+    known: Mapping[str, str],
 ) -> Chunk:
     """Records of `file`, each with its `source_row` and line, as a chunk.
 
-    `kinds` fixes what fields of earlier steps hold; a value of another kind makes its record bad.
+    `fixed` says what fields of earlier steps hold; a value of another kind makes its record bad.
+    `known` says what the fields of this file hold so far: all of them are in the chunk.
     """
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys([*known, *(name for row in rows for name in row)])
     columns = {name: [row.get(name) for row in rows] for name in names}
     wrong: dict[int, BadRecord] = {}
     for name, values in columns.items():
-        for index, found in _misfits(values, kinds.get(name)):
-            reason = f"found {found}, expected {_EXPECTED[kinds[name]]}"
+        for index, found in _misfits(values, fixed.get(name)):
+            reason = f"found {found}, expected {_EXPECTED[fixed[name]]}"
             record, line = places[index]
             wrong.setdefault(index, BadRecord(file, record, line, name, reason))
     if wrong:
@@ -50,27 +55,46 @@ def chunk(
         columns = {name: [values[i] for i in good] for name, values in columns.items()}
         places = [places[index] for index in good]
         bad = bad + list(wrong.values())
-    found_kinds = {
-        name: "mixed" if kinds.get(name) == "mixed" else kind_of(values)
+    kinds = {
+        name: "mixed" if fixed.get(name) == "mixed" else joint(known.get(name), kind_of(values))
         for name, values in columns.items()
     }
-    data = {name: column(name, values, found_kinds[name]) for name, values in columns.items()}
+    data = {name: column(name, values, kinds[name]) for name, values in columns.items()}
     numbers = [
         pl.Series("source_row", [row for row, _ in places], pl.Int64),
         pl.Series("line", [line for _, line in places], pl.Int64),
     ]
-    return Chunk(pl.DataFrame(numbers), pl.DataFrame(data), found_kinds, bad)
+    return Chunk(pl.DataFrame(numbers), pl.DataFrame(data), kinds, bad)
 
 
 def kind_of(values: Sequence[Any]) -> str:
-    """What a field holds: null, bool, int, float, string, nested (lists, objects) or mixed."""
+    """What a field holds, in the words of `Chunk.kinds`."""
     kinds = {_KINDS[found] for found in set(map(type, values)) if found is not type(None)}
-    if kinds <= {"int", "float"} and kinds:
-        # Integers that the column could not hold exactly are kept as JSON text.
-        limit = 1 << 53 if "float" in kinds else 1 << 63
-        exact = all(not isinstance(value, int) or -limit <= value < limit for value in values)
-        return "mixed" if not exact else "float" if "float" in kinds else "int"
-    return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "null"
+    if "int" in kinds and kinds <= {"int", "float"}:
+        whole = [value for value in values if isinstance(value, int)]
+        kinds.remove("int")
+        kinds.add(whole_kind(min(whole), max(whole)))
+    kind = "null"
+    for other in kinds:
+        kind = joint(kind, other)
+    return kind
+
+
+def whole_kind(least: int, most: int) -> str:
+    """What whole numbers are: `long` where a float could not hold all of them, JSON text where a
+    column of 64 bits could not."""
+    if least >= -EXACT and most <= EXACT:
+        return "int"
+    return "long" if least >= -(1 << 63) and most < 1 << 63 else "mixed"
+
+
+def joint(one: str | None, other: str) -> str:
+    """The kind of a field that holds both kinds; the order in which fields are joined is free."""
+    if one in (None, "null", other):
+        return other
+    if other == "null":
+        return str(one)
+    return _JOINT.get(frozenset((str(one), other)), "mixed")
 
 
 def column(name: str, values: Sequence[Any], kind: str) -> pl.Series:
@@ -79,7 +103,7 @@ def column(name: str, values: Sequence[Any], kind: str) -> pl.Series:
         values = [None if value is None else json_text(value) for value in values]
     elif kind == "float":
         values = [None if value is None else float(value) for value in values]
-    return pl.Series(name, values, _DTYPES[kind], strict=True)
+    return pl.Series(name, values, DTYPES[kind], strict=True)
 
 
 def json_text(value: Any) -> str:

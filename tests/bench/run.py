@@ -74,7 +74,7 @@ def jsonl(folder: Path) -> None:
 
     def reader() -> None:
         for path in paths:
-            for _ in Reader(path, path.name).chunks({}):
+            for _ in Reader(path, path.name).chunks({}, {}):
                 pass
 
     size = sum(path.stat().st_size for path in paths)

@@ -168,7 +168,7 @@ def test_chunks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     whole = _filtered(log, tmp_path / "whole", k=1)
     monkeypatch.setattr(generation, "PROMPTS", 1)
     parts = _filtered(log, tmp_path / "parts", k=1)
-    assert len(list(generation.Reader(log, "1.parquet").chunks({}))) == 91
+    assert len(list(generation.Reader(log, "1.parquet").chunks({}, {}))) == 91
     assert parts.steps()[1].id == whole.steps()[1].id
     assert _column(parts, "*") == _column(whole, "*")
 
@@ -320,7 +320,7 @@ def test_the_digest_is_of_footer_and_chunks(tmp_path: Path) -> None:
     """What pins the file is the SHA-256 over its footer and every column chunk that is read."""
     log = _write(tmp_path / "logs/1.parquet", _prompts([["a"]]))
     reader = generation.Reader(log, "1.parquet")
-    list(reader.chunks({}))
+    list(reader.chunks({}, {}))
     data = log.read_bytes()
     size = int.from_bytes(data[-8:-4], "little")
     # One row group: its chunks, from the magic word to the footer, lie side by side.

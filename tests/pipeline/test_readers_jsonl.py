@@ -71,7 +71,7 @@ def read(folder: Path, data: bytes, kinds: Mapping[str, str] | None = None) -> R
     path = folder / "1.jsonl"
     path.write_bytes(data)
     reader, found = jsonl.Reader(path, path.name), Read()
-    for chunk in reader.chunks(kinds or {}):
+    for chunk in reader.chunks(kinds or {}, {}):
         found.rows += chunk.rows.to_dicts() if chunk.rows.width else [{}] * len(chunk.places)
         found.places += chunk.places.select("source_row", "line").rows()
         found.kinds.append(chunk.kinds)
@@ -119,7 +119,7 @@ def sift(tmp_path: Path) -> Callable[..., Filtered]:
 def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast path gives what the line reader gives, so every property holds without it, too."""
     if request.param == "line by line":
-        monkeypatch.setattr(flat, "read", lambda data, fixed: None)
+        monkeypatch.setattr(flat, "read", lambda data, fixed, known: None)
 
 
 def chunks_of(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -803,7 +803,7 @@ def test_what_was_written_is_what_is_read(
     path.write_bytes(log(*lines))
     reader = jsonl.Reader(path, path.name)
     seen: list[dict[str, Any]] = []
-    for chunk_ in reader.chunks({}):
+    for chunk_ in reader.chunks({}, {}):
         assert not chunk_.bad
         rows = chunk_.rows.to_dicts() if chunk_.rows.width else [{}] * len(chunk_.places)
         seen += [{name: _given(row[name], chunk_.kinds[name]) for name in row} for row in rows]
