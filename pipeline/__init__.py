@@ -15,6 +15,7 @@ load          all of the above for one step
 expressions   row expressions: checked and evaluated DuckDB SQL
 score         what a rollout is worth
 difficulty    how hard a prompt is against the others
+segments      the rows of each group side by side: counts, places, ranks
 select        which rollouts are kept, and why the others are not
 judge         the stages as one pure function
 tables        a judged step to its tables and manifest

@@ -42,9 +42,9 @@ class Facts:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How a file is read: its fields' roles, where reward and length come from, what expressions
-    need. `as_numbers` are the logged fields whose every value must be a number; of `as_truths`, names
-    in an expression, values may be; `group_by_prompt` says that the prompts are needed to find the
-    groups, `scored` that a reward function needs what verl gives it."""
+    need. `as_numbers` are the logged fields whose every value must be a number; of `as_truths`,
+    names in an expression, values may be; `group_by_prompt` says that the prompts are needed to
+    find the groups, `scored` that a reward function needs what verl gives it."""
 
     file: str
     step: int
@@ -63,6 +63,7 @@ class Reading:
         roles = ["step", "uid", "policy_version", "truncated", "finish_reason"]
         if self.group_by_prompt:
             roles += ["prompt", "ground_truth"]
+            roles += [] if "uid" in self.fields.columns else ["response"]  # tells repeats
         if self.scored:
             roles += ["data_source", "response", "ground_truth"]
         names = {self.fields.columns[role] for role in roles if role in self.fields.columns}

@@ -14,6 +14,8 @@ import polars as pl
 
 from rollsift.schemas.errors import BadRecord
 
+from . import segments
+
 # Numbers as Python writes them: \d would take any script's digits, and 01 is no number of verl's.
 _NUMBER = "(0|[1-9][0-9]{0,17})"
 ROW_KEY = f"(?s)^(.*)_{_NUMBER}_{_NUMBER}$"
@@ -38,44 +40,35 @@ class Grouped:
 def group(rows: pl.DataFrame, file: str, lossy: bool = False) -> Grouped:
     """Cut one step's light rows into groups and rollouts. Rows that belong to no group are bad, and
     in a `lossy` file, one with bad records, the sessions that lost an output to them."""
-    uid = rows["uid"]
-    named = uid.is_not_null().any()
-    rows = rows.with_columns(padding=uid.str.contains(PADDING).fill_null(False))
+    named = rows["uid"].null_count() < len(rows)
     rows, bad = _ungroupable(rows, file, "uid" if named else "prompt")
-    notes = []
-    keys = _row_keys(rows) if named else None
-    if keys is not None:
-        rows = rows.with_columns(keys)
+    keys = rows["uid"] if named else _pairs(rows)
+    codes, ids = _codes(keys)
+    padding = ids.str.contains(PADDING).gather(codes) if named else codes.is_null()
+    rows = rows.with_columns(padding=padding)
+    # Row keys are unique, most uids are not: only then is each looked at.
+    cut, note = _row_keys(rows) if named and len(ids) == len(rows) else (None, None)
+    if cut is not None:
+        rows = rows.with_columns(cut)
         if lossy:
             rows, torn = _torn_sessions(rows, file)
             bad += torn
-    elif named:
-        rows = rows.with_columns(key=pl.col("uid"), session=None, output=pl.lit(0, pl.Int64))
-        if _looks_like_row_keys(rows):
-            notes.append(
-                f"{file}: every uid is unique and ends in two numbers, but prompts differ within "
-                "the groups these would make: no uid is cut"
-            )
-    else:
-        rows = _by_prompt(rows)
-    codes, ids = _codes(rows["key"].set(rows["padding"], None))
+        keys, padding = rows["key"], rows["padding"]
+    if cut is not None or padding.any():
+        codes, ids = _codes(keys.set(padding, None))
     if not named:  # a name of fixed length for what may be pages of text
         ids = ids.map_elements(lambda key: sha256(key.encode()).hexdigest()[:32], pl.String)
-    rows = rows.with_columns(group=codes)
-    place = (pl.int_range(pl.len()).over("group")).cast(pl.Int32)
-    if keys is None:
-        rows = rows.with_columns(rollout=pl.int_range(pl.len(), dtype=pl.UInt32), sample=place)
+    if cut is None:
+        rollout = pl.int_range(len(rows), dtype=pl.UInt32, eager=True)
+        sample = segments.places(codes.fill_null(len(ids)))
+        rows = rows.with_columns(output=pl.lit(0, pl.Int64))
     else:
-        rollouts, _ = _codes(
-            pl.select(rows["key"] + "_" + rows["session"].cast(pl.String)).to_series()
-        )
-        rows = rows.with_columns(
-            rollout=rollouts, sample=pl.col("session").cast(pl.Int32, strict=False)
-        )
-    keep = [name for name in rows.columns if name not in ("key", "session", "prompt", "truth")]
-    return Grouped(
-        rows.select(keep), ids, "uid" if named else "prompt", keys is not None, notes, bad
-    )
+        rollout, _ = _codes(rows.select(pl.format("{}_{}", "key", "session")).to_series())
+        sample = rows["session"].cast(pl.Int32, strict=False)
+    rows = rows.drop("key", "session", "prompt", "truth", strict=False)
+    rows = rows.with_columns(group=codes, rollout=rollout, sample=sample)
+    notes = [f"{file}: every uid is unique and {note}: no uid is cut"] if note else []
+    return Grouped(rows, ids, "uid" if named else "prompt", cut is not None, notes, bad)
 
 
 def _ungroupable(rows: pl.DataFrame, file: str, key: str) -> tuple[pl.DataFrame, list[BadRecord]]:
@@ -97,17 +90,15 @@ def _torn_sessions(rows: pl.DataFrame, file: str) -> tuple[pl.DataFrame, list[Ba
     return rows.filter(whole), [BadRecord(file, row, line, "uid", reason) for row, line in places]
 
 
-def _looks_like_row_keys(rows: pl.DataFrame) -> bool:
-    uid = rows.filter(~pl.col("padding"))["uid"]
-    return len(uid) > 1 and bool(uid.str.contains(ROW_KEY).all()) and uid.n_unique() == len(uid)
-
-
-def _row_keys(rows: pl.DataFrame) -> list[pl.Series] | None:
-    """key, session and output of every row, or None where the uids are no row keys."""
+def _row_keys(rows: pl.DataFrame) -> tuple[list[pl.Series] | None, str | None]:
+    """Key, session and output of every row whose uid is unique; None where they are no row keys,
+    with what tells them from these where some look like them."""
     uid = rows["uid"]
-    real = rows.filter(~pl.col("padding"))["uid"]
-    if not len(uid) or not real.str.contains(ROW_KEY).all() or real.n_unique() != len(real):
-        return None
+    real = uid.filter(~rows["padding"])
+    fits = real.str.contains(ROW_KEY)
+    if not fits.all():
+        odd = f"some end in two numbers, but {real.filter(~fits)[0]!r} does not"
+        return None, odd if fits.any() else None
     cut = pl.DataFrame(
         {
             "key": uid.str.extract(ROW_KEY, 1),
@@ -123,14 +114,18 @@ def _row_keys(rows: pl.DataFrame) -> list[pl.Series] | None:
         .unique(["key", "session"], keep="first", maintain_order=True)
     )
     same = first.group_by("key").agg(pl.col("prompt").n_unique() == 1)["prompt"].all()
-    return cut.get_columns() if same else None
+    if not same:
+        apart = "ends in two numbers, but prompts differ within the groups these would make"
+        return None, apart if len(real) > 1 else None
+    return cut.get_columns(), None
 
 
-def _by_prompt(rows: pl.DataFrame) -> pl.DataFrame:
-    # A length before the prompt keeps (prompt, truth) pairs apart whatever they hold.
+def _pairs(rows: pl.DataFrame) -> pl.Series:
+    """Prompt and ground truth as one key."""
+    # A length before the prompt keeps the pairs apart whatever they hold.
     truth = pl.col("truth").fill_null("\0")
     pair = pl.format("{}:{}{}", pl.col("prompt").str.len_bytes(), "prompt", truth)
-    return rows.with_columns(key=pair, session=None, output=pl.lit(0, pl.Int64))
+    return rows.select(pair).to_series()
 
 
 def _codes(keys: pl.Series) -> tuple[pl.Series, pl.Series]:

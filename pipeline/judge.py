@@ -10,13 +10,16 @@ from rollsift.schemas.recipe import BUCKETS, KPerBucket, Recipe
 
 from .difficulty import Thresholds, buckets, group_means
 from .score import Rules, rollouts, score
+from .segments import counts
 from .select import select
 
 
 @dataclass(slots=True)
 class Scored:
     """A step after scoring: its rows, its rollouts with their scores, and its groups by `group`:
-    `group_size`, `mean_reward`, `difficulty` and the spread that zero variance is judged by."""
+    `group_size`, `mean_reward`, `difficulty`; largest less smallest reward as `reward_spread`
+    (where k differs by bucket), of what zero variance is judged by as `spread` (where groups are
+    dropped for it), both null where there are not two values."""
 
     rows: pl.DataFrame
     rollouts: pl.DataFrame
@@ -34,7 +37,7 @@ class Judged:
 def measure(rows: pl.DataFrame, by: Rules) -> Scored:
     """Score every rollout and sum up every group: all that needs no other step."""
     scored = score(rollouts(rows), by)
-    return Scored(rows, scored, _groups(scored))
+    return Scored(rows, scored, _groups(scored, by.recipe))
 
 
 def judge(scored: Scored, recipe: Recipe, edges: Thresholds) -> Judged:
@@ -42,15 +45,12 @@ def judge(scored: Scored, recipe: Recipe, edges: Thresholds) -> Judged:
     bucket = buckets(scored.groups["difficulty"], edges, recipe.difficulty.warmup)
     groups = scored.groups.with_columns(bucket=bucket, k=_k(bucket, recipe))
     chosen = select(scored.rollouts, groups, recipe)
-    verdict = chosen.select(
-        "rollout", "correct", "metric", "rank", "reason", kept=pl.col("reason").is_null()
-    )
-    rows = scored.rows.join(verdict, on="rollout", how="left", maintain_order="left")
-    kept = chosen.filter(pl.col("reason").is_null()).group_by("group").len("kept_count")
-    groups = groups.join(kept, on="group", how="left", maintain_order="left").with_columns(
-        pl.col("kept_count").fill_null(0).cast(pl.Int32)
-    )
-    return Judged(rows, groups)
+    verdict = chosen.select("correct", "metric", "rank", "reason", kept=pl.col("reason").is_null())
+    if not chosen["rollout"].equals(scored.rows["rollout"]):  # rows of one rollout share a verdict
+        at = chosen["rollout"].search_sorted(scored.rows["rollout"])
+        verdict = verdict.select(pl.all().gather(at))
+    kept = counts(chosen["group"].filter(chosen["reason"].is_null()), len(groups))
+    return Judged(scored.rows.hstack(verdict), groups.with_columns(kept_count=kept))
 
 
 def _k(bucket: pl.Series, recipe: Recipe) -> pl.Series:
@@ -62,21 +62,31 @@ def _k(bucket: pl.Series, recipe: Recipe) -> pl.Series:
     )
 
 
-def _groups(rollouts: pl.DataFrame) -> pl.DataFrame:
-    known = rollouts.filter(pl.col("group").is_not_null())
-    count = int(known["group"].max()) + 1 if len(known) else 0  # type: ignore[arg-type]  # UInt32
-    counted = known.filter(pl.col("invalid").is_null())
-    spread = pl.col("spread").filter(pl.col("spread").is_finite())
-    sums = counted.group_by("group").agg(
-        group_size=pl.len().cast(pl.Int32),
-        spread_min=spread.min(),
-        spread_max=spread.max(),
-        spread_count=spread.len(),
-        reward_span=pl.col("reward").max() - pl.col("reward").min(),
+def _groups(rollouts: pl.DataFrame, recipe: Recipe) -> pl.DataFrame:
+    last = rollouts["group"].max()
+    count = 0 if last is None else int(last) + 1  # type: ignore[arg-type]  # UInt32
+    counted = rollouts.select("group", "invalid", "reward", "signal", "spread")
+    if counted["invalid"].null_count() < len(counted):
+        counted = counted.filter(pl.col("invalid").is_null())
+    groups = pl.DataFrame(
+        {
+            "group": pl.int_range(count, dtype=pl.UInt32, eager=True),
+            "group_size": counts(counted["group"], count),
+            "mean_reward": group_means(counted["reward"], counted["group"], count),
+            "difficulty": group_means(counted["signal"], counted["group"], count),
+        }
     )
-    groups = pl.DataFrame({"group": pl.int_range(count, dtype=pl.UInt32, eager=True)})
-    return groups.join(sums, on="group", how="left", maintain_order="left").with_columns(
-        pl.col("group_size").fill_null(0),
-        mean_reward=group_means(counted["reward"], counted["group"], count),
-        difficulty=group_means(counted["signal"], counted["group"], count),
-    )
+    spreads = {}
+    if recipe.zero_variance == "drop":
+        spreads["spread"] = _spread("spread")
+    if isinstance(recipe.k, KPerBucket):
+        spreads["reward_spread"] = _spread("reward")
+    if not spreads:
+        return groups
+    found = counted.group_by("group").agg(**spreads)
+    return groups.join(found, on="group", how="left", maintain_order="left")
+
+
+def _spread(column: str) -> pl.Expr:
+    known = pl.col(column).filter(pl.col(column).is_finite())
+    return pl.when(known.len() > 1).then(known.max() - known.min())

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import polars as pl
 
-from rollsift.schemas.recipe import BUCKETS, KPerBucket, Recipe
+from rollsift.schemas.recipe import BUCKETS, Recipe
 
 from .judge import Judged
 from .load import Loaded
+from .select import TOLERANCE
 from .sources import Source
 
 MANY = 100  # groups without a constant one that make a filtered log likely
@@ -45,8 +46,9 @@ class Remarks:
         """What judging a step showed; -> why it is refused, if it is."""
         groups = judged.groups.filter(pl.col("group_size") > 0)
         sizes = groups["group_size"]
-        self.groups += len(groups.filter(pl.col("group_size") > 1))
-        self.constant += len(groups.filter(pl.col("group_size") > 1, pl.col("reward_span") <= 1e-6))
+        if "reward_spread" in groups.columns:
+            self.groups += groups["reward_spread"].count()
+            self.constant += int((groups["reward_spread"] <= TOLERANCE).sum())
         if not len(sizes):
             return None
         largest = int(sizes.max())  # type: ignore[arg-type]  # Int32
@@ -68,8 +70,7 @@ class Remarks:
         """What the whole log showed."""
         for name, count in self.from_text.items():
             self.notify(f"{name}: {count} values read as numbers from text")
-        by_bucket = isinstance(self.recipe.k, KPerBucket)
-        if by_bucket and self.groups >= MANY and not self.constant:
+        if self.groups >= MANY and not self.constant:
             self.notify(
                 f"none of {self.groups:,} groups has equal rewards throughout: if the trainer had "
                 "filtered them (DAPO), the quartiles of difficulty are the survivors'"

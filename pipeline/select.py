@@ -9,21 +9,26 @@ import polars as pl
 
 from rollsift.schemas.recipe import Recipe
 
+from . import segments
+
+NO_LENGTH = (1 << 63) - 1  # ranks last
 TOLERANCE = 1e-6  # rewards that differ by no more are equal
 
 
 def select(rollouts: pl.DataFrame, groups: pl.DataFrame, recipe: Recipe) -> pl.DataFrame:
     """Add `reason` (null where kept) and `rank` (1 first, among those that could be kept).
 
-    `rollouts` as scored, one row per rollout; `groups` by `group`, with `group_size`,
-    `mean_reward`, `difficulty`, `spread_min`, `spread_max`, `spread_count` and `k`.
+    `rollouts` as scored, one row per rollout; `groups` by their number, with `group_size`,
+    `mean_reward`, `spread` (null where there are not two values) and `k`.
     """
     frame = rollouts.select(
-        "rollout", "group", "invalid", "excluded", "metric", "response_length", "reward", "correct"
-    ).join(groups, on="group", how="left", maintain_order="left")
-    frame = frame.with_columns(early=_row_reasons(recipe))
+        "group", "invalid", "excluded", "metric", "response_length", "reward", "correct",
+        early=_row_reasons(recipe),
+    )  # fmt: skip
+    of_group = groups.select("k", whole=_group_reasons(recipe))
+    frame = frame.hstack(of_group.select(pl.all().gather(frame["group"])))
     frame = frame.with_columns(rank=_ranks(frame))
-    frame = frame.with_columns(reason=_all_reasons(recipe))
+    frame = frame.with_columns(reason=_all_reasons())
     if recipe.min_correct or recipe.min_incorrect:
         frame = _guard(frame, recipe)
     if recipe.no_signal == "drop":
@@ -40,39 +45,41 @@ def _row_reasons(recipe: Recipe) -> pl.Expr:
     )  # fmt: skip
 
 
-def _ranks(frame: pl.DataFrame) -> pl.Series:
-    """Place in the group by metric, length, source order; null for what cannot compete."""
-    order = ["group", "metric", "response_length", "rollout"]
-    competing = frame.filter(pl.col("early").is_null() & pl.col("metric").is_not_null())
-    ranked = competing.select(order).sort(order, nulls_last=True)
-    start = (pl.col("group") != pl.col("group").shift(1)).fill_null(True)
-    place = pl.int_range(pl.len())
-    ranked = ranked.with_columns(
-        rank=(place - pl.when(start).then(place).forward_fill() + 1).cast(pl.Int32)
-    )
-    numbered = ranked.select("rollout", "rank")
-    return frame.join(numbered, on="rollout", how="left", maintain_order="left")["rank"]
-
-
-def _all_reasons(recipe: Recipe) -> pl.Expr:
-    """Every reason but the guards' and no_signal, in order of precedence."""
+def _group_reasons(recipe: Recipe) -> pl.Expr:
+    """What keeps all of a group out; looks at the whole group."""
     nothing, mean = pl.lit(False), pl.col("mean_reward")
     incomplete = flat = outside = nothing
     if recipe.group_size is not None and recipe.incomplete == "drop":
         incomplete = pl.col("group_size") != recipe.group_size
     if recipe.zero_variance == "drop":
-        even = pl.col("spread_max") - pl.col("spread_min") <= TOLERANCE
-        flat = even & (pl.col("spread_count") > 1)
+        flat = pl.col("spread") <= TOLERANCE
     if recipe.min_mean is not None:
         outside = outside | (mean < recipe.min_mean)
     if recipe.max_mean is not None:
         outside = outside | (mean > recipe.max_mean)
     return (
-        pl.when(pl.col("early").is_not_null()).then("early")
-        .when(incomplete).then(pl.lit("incomplete_group"))
+        pl.when(incomplete).then(pl.lit("incomplete_group"))
         .when(flat).then(pl.lit("zero_variance"))
         .when(outside).then(pl.lit("mean_out_of_range"))
         .when(pl.col("k").is_null()).then(pl.lit("no_difficulty"))
+        .cast(pl.String)
+    )  # fmt: skip
+
+
+def _ranks(frame: pl.DataFrame) -> pl.Series:
+    """Place in the group by metric, length, source order; null for what cannot compete."""
+    competing = frame["early"].is_null() & frame["metric"].is_not_null()
+    all_do = competing.all()
+    of = frame if all_do else frame.filter(competing)
+    found = segments.ranks(of["group"], of["metric"], of["response_length"].fill_null(NO_LENGTH))
+    return found if all_do else found.gather((competing.cum_sum() - 1).set(~competing, None))
+
+
+def _all_reasons() -> pl.Expr:
+    """Every reason but the guards' and no_signal, in order of precedence."""
+    return (
+        pl.when(pl.col("early").is_not_null()).then("early")
+        .when(pl.col("whole").is_not_null()).then("whole")
         .when(pl.col("metric").is_null()).then(pl.lit("no_metric"))
         .when(pl.col("rank") > pl.col("k")).then(pl.lit("outranked"))
         .cast(pl.String)

@@ -55,7 +55,7 @@ def discover(logs: Sequence[str | os.PathLike[str]]) -> Logs:
             if path.is_dir():
                 found, foreign = _folder(path)
                 if foreign:
-                    notes.append(f"{path}: left out {_names(foreign)}: not step files ({EXPECTED})")
+                    notes.append(f"{path}: left out {_names(foreign)}: no step files ({EXPECTED})")
             elif path.is_file():
                 found = [path]
             else:
@@ -63,7 +63,9 @@ def discover(logs: Sequence[str | os.PathLike[str]]) -> Logs:
             files.update({file.resolve(): file for file in found})
     if not files:
         where = ", ".join(os.fspath(item) for item in logs)
-        raise InputError(f"{where}: no step files; expected names like {EXPECTED}")
+        raise InputError(
+            "\n".join([f"{where}: no step files; expected names like {EXPECTED}", *notes])
+        )
     root = Path(os.path.commonpath([file.absolute().parent for file in files.values()]))
     sources = [source_at(file.absolute(), root) for file in files.values()]
     return Logs(root, *_one_per_step(sources, notes))
@@ -82,13 +84,15 @@ def _folder(folder: Path) -> tuple[list[Path], list[str]]:
         entries = sorted(entry for entry in folder.iterdir() if not entry.is_dir())
     except OSError as error:
         raise InputError(f"{folder}: cannot be listed ({error.strerror})") from None
+    named = {entry for entry in entries if STEP_FILE.fullmatch(entry.name)}
     # A pipe or a dangling link is no log, whatever its name.
-    found = [entry for entry in entries if STEP_FILE.fullmatch(entry.name) and entry.is_file()]
-    return found, [entry.name for entry in entries if entry not in set(found)]
+    found = [entry for entry in entries if entry in named and entry.is_file()]
+    left = [entry for entry in entries if entry not in set(found)]
+    return found, [f"{e.name} (a broken link or a pipe)" if e in named else e.name for e in left]
 
 
 def _names(names: Iterable[str], most: int = 5) -> str:
-    names = list(names)
+    names = [name if name.isprintable() else repr(name) for name in names]
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 

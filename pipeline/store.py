@@ -32,6 +32,7 @@ from rollsift.schemas.manifest import Manifest, decode, encode
 
 TABLES = ("rollouts", "groups", "bad_records")
 ROW_GROUP = 1 << 17
+DELTAS, DELTA = ("source_row",), "DELTA_BINARY_PACKED"  # columns that count up
 _NAME = re.compile(r"(\d{6,18})\.v(\d+)\.(json|parquet)")
 
 
@@ -293,6 +294,8 @@ def _write(path: Path, parts: Iterable[pl.DataFrame], note: Mapping[str, str]) -
                     path,
                     table.schema,
                     compression="zstd",
+                    column_encoding={name: DELTA for name in DELTAS if name in part.columns},
+                    use_dictionary=[name for name in part.columns if name not in DELTAS],  # type: ignore[arg-type]  # names, too
                     store_schema=False,
                     write_page_checksum=True,
                 )

@@ -59,8 +59,11 @@ def manifest_of(
     previous: str | None,
 ) -> Manifest:
     """The manifest of a judged step: its kept rows, groups in order of their first row."""
-    kept = judged.rows.filter("kept").sort("group", "source_row")
-    counted = judged.rows.filter(~pl.col("reason").fill_null("").is_in(NOT_COUNTED))
+    rows = judged.rows.select("group", "source_row", "response_length", "reason", "kept")
+    kept = rows.filter("kept")
+    if not kept["group"].is_sorted():
+        kept = kept.sort("group", maintain_order=True)
+    counted = rows.filter(~pl.col("reason").fill_null("").is_in(NOT_COUNTED))
     whole = counted.group_by("group").agg(rows=pl.len(), tokens=pl.col("response_length").sum())
     groups = (
         kept.group_by("group", maintain_order=True)

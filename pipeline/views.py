@@ -7,6 +7,7 @@ query can see: its columns by name, or all of them where it says `*`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,13 +93,16 @@ class Views:
         if not wanted:
             return self._part(self.steps, {}, "")
         stored = self._stored()
-        homes: dict[bool, list[Step]] = {}
+        # SQL does not see case: names that differ by it are told apart in one source alone.
+        apart = len({name.lower() for name in self.kinds}) < len(self.kinds)
+        homes: dict[tuple[bool, int | None], list[Step]] = {}
         for step in self.steps:
             counts = step.manifest.counts
             copied = counts.rows == counts.bad_records or "response" in stored[step.step]
-            homes.setdefault(copied, []).append(step)
+            alone = step.step if apart and not copied else None
+            homes.setdefault((copied, alone), []).append(step)
         parts = []
-        for copied, steps in homes.items():
+        for (copied, _), steps in homes.items():
             columns = frozenset().union(*(stored[step.step] for step in steps))
             parts.append(self._part(steps, *self._texts(steps, wanted, columns, copied)))
         return " UNION ALL BY NAME ".join(f"({part})" for part in parts)
@@ -135,10 +139,10 @@ class Views:
 
     def _stored(self) -> dict[int, frozenset[str]]:
         """Step -> the columns of its rollouts table: with the text, where that was copied."""
-        files = self._tables("rollouts").replace("read_parquet", "parquet_schema", 1)
+        paths = {s.step: self.run.table("rollouts", s.step, s.version) for s in self.steps}
+        files = f"parquet_schema({_files(list(paths.values()))})"
         query = f"SELECT file_name, list(name) FROM {files} GROUP BY ALL"
         names = dict(self.connection.execute(query).fetchall())
-        paths = {s.step: self.run.table("rollouts", s.step, s.version) for s in self.steps}
         return {step: frozenset(names[path.as_posix()]) for step, path in paths.items()}
 
     def _wanted(self) -> dict[str, tuple[str, str | None, str]]:
@@ -178,18 +182,21 @@ class Views:
                     f"{path}: the text and tokens of this run stay in its logs, and this one is "
                     "gone; bring it back"
                 )
-        source = _read(paths, "union_by_name = true, filename = true, file_row_number = true")
-        logged = self._columns(source)
+        plain = _read(paths, "union_by_name = true")
+        rows = self.connection.execute(f"DESCRIBE SELECT * FROM {plain}").fetchall()
+        logged = {row[0]: row[1] for row in rows}
         for shown, field in absent.items():
-            cast = "" if field in self.fields.extras else "::VARCHAR"
-            if field in logged:
-                texts[shown] = f"s.{_quote(field)}{cast}"
-        where = f"s.filename = {_literal(f'{self.root.as_posix()}/')} || r.source_file"
-        return texts, f"LEFT JOIN {source} s ON {where} AND s.file_row_number = r.source_row"
-
-    def _columns(self, source: str) -> set[str]:
-        rows = self.connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
-        return {row[0] for row in rows}
+            if field not in logged:
+                continue
+            texts[shown] = f"s.{_quote(field)}"
+            if field not in self.fields.extras:
+                nested = logged[field].startswith(("STRUCT", "MAP")) or logged[field].endswith("]")
+                texts[shown] = (
+                    f"to_json({texts[shown]})" if nested else texts[shown]
+                ) + "::VARCHAR"
+        source, file, row = _numbered(paths, logged)
+        where = f"s.{file} = {_literal(f'{self.root.as_posix()}/')} || r.source_file"
+        return texts, f"LEFT JOIN {source} s ON {where} AND s.{row} = r.source_row"
 
     def _steps(self) -> str:
         values = ", ".join(
@@ -233,8 +240,34 @@ class Views:
 
 
 def _read(paths: Sequence[Path], options: str = "") -> str:
-    files = ", ".join(_literal(path.as_posix()) for path in paths)
-    return f"read_parquet([{files}]{', ' + options if options else ''})"
+    # DuckDB would take a folder's name like k=4 for a column.
+    options = ", ".join(filter(None, ["hive_partitioning = false", options]))
+    return f"read_parquet({_files(paths)}, {options})"
+
+
+def _files(paths: Sequence[Path]) -> str:
+    """A list of files; characters that would make patterns of their names stand for themselves."""
+    names = (re.sub(r"[*?[]", r"[\g<0>]", path.as_posix()) for path in paths)
+    return f"[{', '.join(map(_literal, names))}]"
+
+
+def _numbered(paths: Sequence[Path], logged: Mapping[str, str]) -> tuple[str, str, str]:
+    """Logs with each row's file and number beside what is logged; -> (source, names of both)."""
+    taken = {name.lower() for name in logged}
+    file, row = "filename", "file_row_number"
+    while file in taken:
+        file += "_"
+    options = f"union_by_name = true, filename = '{file}'"
+    if row not in taken:
+        return _read(paths, f"{options}, file_row_number = true"), file, row
+    # DuckDB has no other name for it, but counts over one file at a time in the order of its rows.
+    while row in taken:
+        row += "_"
+    parts = [
+        f"SELECT *, row_number() OVER () - 1 AS {row} FROM {_read([path], options)}"
+        for path in paths
+    ]
+    return f"({' UNION ALL BY NAME '.join(parts)})", file, row
 
 
 def _quote(name: str) -> str:

@@ -6,7 +6,9 @@ tens of GB of repeated text that its footer does not tell of.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,8 @@ class Reader:
         schema = file.schema_arrow
         heavy = [name for name in columns if pa.types.is_nested(schema.field(name).type)]
         size = self.path.stat().st_size
+        _check_footer(file.metadata)
+        _check_rows(file.metadata, columns)
         _check_lists(file.metadata, heavy, size)
         texts = [name for name in columns if kinds[name] == "string"]
         most = HEAVY_ROWS if heavy or len(texts) > 1 else LIGHT_ROWS
@@ -148,6 +152,8 @@ class Reader:
                     batch, places = batch.filter(good.to_arrow()), places.filter(good)
                 rows = pl.DataFrame({name: _series(name, batch.column(name)) for name in columns})
                 yield Chunk(places, rows, kinds, list(bad.values()))
+            if start != file.metadata.num_rows:
+                raise ValueError(f"its footer says {file.metadata.num_rows} rows, it holds {start}")
 
     def _not_text(
         self, batch: pa.RecordBatch, names: Sequence[str], start: int
@@ -226,6 +232,58 @@ def _column_chunks(
             column = group.column(at)
             if column.path_in_schema.split(".")[0] in names:
                 yield group, column
+
+
+class _Reached(OSError):
+    pass
+
+
+class _NoPages(io.RawIOBase):
+    """A file of any size whose pages cannot be read."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return offset
+
+    def tell(self) -> int:
+        return 1 << 62
+
+    def read(self, size: int = -1) -> bytes:
+        raise _Reached
+
+
+def _check_footer(metadata: pq.FileMetaData) -> None:
+    """Let pyarrow look at every column chunk's metadata by a way on which it raises: asked for one
+    that contradicts the schema, it would abort the process."""
+    if metadata.num_rows and metadata.num_columns:
+        pages: Any = _NoPages()
+        groups = list(range(metadata.num_row_groups))
+        file = pq.ParquetFile(pages, metadata=metadata, buffer_size=1 << 12, pre_buffer=True)
+        with file, contextlib.suppress(_Reached):
+            next(file.iter_batches(1, row_groups=groups))
+
+
+def _check_rows(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
+    """Readers believe the footer, so rows that it leaves out would be lost without a word."""
+    rows = sum(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
+    if rows != metadata.num_rows:
+        raise ValueError(f"its footer says {metadata.num_rows} rows, its row groups say {rows}")
+    flat = {
+        column.path
+        for column in (metadata.schema.column(at) for at in range(metadata.num_columns))
+        if not column.max_repetition_level
+    }
+    for group, column in _column_chunks(metadata, names):
+        if column.path_in_schema in flat and column.num_values != group.num_rows:
+            raise ValueError(
+                f"column {column.path_in_schema}: {column.num_values} values in a row group of "
+                f"{group.num_rows} rows"
+            )
 
 
 def _check_lists(metadata: pq.FileMetaData, names: Sequence[str], size: int) -> None:
@@ -310,7 +368,11 @@ def _expanded(array: Any) -> int:
 
 
 def digest(path: Path, metadata: pq.FileMetaData, columns: Sequence[str]) -> str:
-    """SHA-256 of the footer's bytes and of the raw chunks of `columns`, group by group."""
+    """SHA-256 of the footer's bytes and of the raw chunks of `columns`, group by group.
+
+    Raises as reading does where the footer cannot be read.
+    """
+    _check_footer(metadata)
     sha256 = hashlib.sha256()
     with path.open("rb") as raw:  # the footer is followed by its length and the magic word
         raw.seek(-8, 2)

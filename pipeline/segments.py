@@ -1,0 +1,59 @@
+"""Segments: the rows of each group side by side, in whatever order the groups' rows stand.
+
+Groups of one size are a matrix, a row per group, so that NumPy sorts all of them at once: three
+times as fast as one sort of all rows by group and value, and ten where the groups are mixed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+
+def counts(groups: pl.Series, count: int) -> pl.Series:
+    """How often each of the numbers 0 to `count` - 1 stands among `groups` (Int32)."""
+    return pl.Series(np.bincount(groups.to_numpy(), minlength=count), dtype=pl.Int32)
+
+
+def places(groups: pl.Series) -> pl.Series:
+    """The place of each row in its group, from 0, by the rows' order (Int32)."""
+    codes, order = _side_by_side(groups)
+    sizes = np.bincount(codes)
+    within = np.arange(len(codes)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return pl.Series(_back(within, order), dtype=pl.Int32)
+
+
+def ranks(groups: pl.Series, *keys: pl.Series) -> pl.Series:
+    """The rank of each row in its group, from 1, by the keys, the first one first (Int32); equal
+    rows rank by their order. No key may hold null or NaN."""
+    codes, order = _side_by_side(groups)
+    values = [key.to_numpy() if order is None else key.to_numpy()[order] for key in reversed(keys)]
+    sizes = np.bincount(codes)
+    starts = np.cumsum(sizes) - sizes
+    found = np.empty(len(codes), np.int32)
+    for size in np.unique(sizes[sizes > 0]):
+        rows: Any = starts[sizes == size][:, None] + np.arange(size)
+        by_rank = np.lexsort([value[rows] for value in values], axis=1)
+        within = np.empty(rows.shape, np.int32)
+        np.put_along_axis(within, by_rank, np.arange(1, size + 1, dtype=np.int32)[None, :], axis=1)
+        found[rows] = within
+    return pl.Series(_back(found, order), dtype=pl.Int32)
+
+
+def _side_by_side(groups: pl.Series) -> tuple[Any, Any]:
+    """The groups' numbers in order, and the rows in that order, None where they are in it."""
+    codes = groups.to_numpy()
+    if groups.is_sorted():
+        return codes, None
+    order = codes.argsort(kind="stable")
+    return codes[order], order
+
+
+def _back(values: Any, order: Any) -> Any:
+    if order is None:
+        return values
+    found = np.empty_like(values)
+    found[order] = values
+    return found
