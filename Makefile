@@ -11,7 +11,7 @@ INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) \
 EXTRAS := tdigest,tokenizer,torch,verl
 DEMO := runs/demo
 
-.PHONY: setup run test check bench demo clean
+.PHONY: setup run test check bench fuzz demo clean
 # pip must not run twice at a time in one environment.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
@@ -36,6 +36,10 @@ test: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/run.py
+
+# Broken logs made at random; what must not happen is kept in runs/fuzz. make fuzz MINUTES=60
+fuzz: $(VENV)/.test
+	$(BIN)/python tests/fuzz/fuzz_readers.py --minutes $(or $(MINUTES),10)
 
 # A tour: what is recognised in verl's own dump, and what other settings would keep.
 demo: $(VENV)/.run

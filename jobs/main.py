@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
+import traceback
 from typing import Any
 
 import click
@@ -50,25 +52,35 @@ def main(args: list[str] | None = None) -> None:
     input, 4 a check failed, 130 interrupted."""
     from rollsift.schemas.errors import RollsiftError
 
-    from .output import printable
+    from .output import say
 
+    # What the encoding of stdout lacks is shown as an escape, a name that is no UTF-8 among it.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    status: Any
     try:
-        status: Any = cli.main(args, prog_name="rollsift", standalone_mode=False)
+        status = cli.main(args, prog_name="rollsift", standalone_mode=False)
         sys.stdout.flush()
     except RollsiftError as error:
-        click.echo(printable(f"rollsift: {error.text()}"), err=True)
+        say(f"rollsift: {error.text()}")
         status = error.exit_status
     except click.ClickException as error:
-        error.show()
+        error.show(shown := io.StringIO())
+        say(shown.getvalue().rstrip("\n"))
         status = 2
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+        say("interrupted")
         status = 130
-    except BrokenPipeError:
-        # The reader has gone, say `head`: nothing is left to say, at exit neither.
+    except (BrokenPipeError, SystemExit):
+        # click's word, too, for a reader that has gone, say `head`: nothing is left to say, at exit
+        # neither. No other exit comes here: the user's own function is caught where it is called.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     except OSError as error:
-        click.echo(printable(f"rollsift: could not finish: {error}"), err=True)
+        say(f"rollsift: could not finish: {error}")
+        status = 1
+    except BaseException:  # Rust's panics are no Exception
+        say(traceback.format_exc())
+        say("rollsift: could not finish: a fault of rollsift, not of what it was given")
         status = 1
     sys.exit(status if isinstance(status, int) else 0)

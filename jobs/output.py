@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 import sys
 import warnings
@@ -48,18 +49,27 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
+def say(text: str) -> None:
+    """Tell a person on stderr; the work goes on where nobody listens there any more."""
+    try:
+        click.echo(printable(text), err=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def note(text: str) -> None:
     """A remark for a person, on stderr."""
-    click.echo(printable(f"note: {text}"), err=True)
+    say(f"note: {text}")
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Rows under names in aligned columns, numbers to the right; long cells are cut."""
+    heads = [_cell(name) for name in names]
     shown = [[_cell(value) for value in row] for row in rows]
     numeric = [
         all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(names))
     ]
-    widths = [max(map(len, [name, *(row[i] for row in shown)])) for i, name in enumerate(names)]
+    widths = [max(map(len, [head, *(row[i] for row in shown)])) for i, head in enumerate(heads)]
 
     def line(cells: Sequence[str]) -> str:
         aligned = [
@@ -68,8 +78,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         ]
         return "  ".join(aligned).rstrip()
 
-    head = [line([printable(name) for name in names]), line(["-" * w for w in widths])]
-    return "\n".join([*head, *map(line, shown)])
+    return "\n".join([line(heads), line(["-" * width for width in widths]), *map(line, shown)])
 
 
 def _cell(value: Any) -> str:

@@ -9,6 +9,7 @@ import click
 
 from rollsift.pipeline.sql import query
 from rollsift.pipeline.store import Run
+from rollsift.schemas.errors import UsageError
 
 from .output import format_option, write
 
@@ -25,4 +26,13 @@ def command(run: Path, text: str | None, format_: str) -> None:
 
     Without QUERY it is read from stdin. The dialect is DuckDB's.
     """
-    write(query(Run(run), sys.stdin.read() if text is None else text), format_)
+    import duckdb
+
+    try:
+        write(query(Run(run), sys.stdin.read() if text is None else text), format_)
+    except duckdb.Error as error:  # rows are made as they are fetched
+        raise UsageError(f"SQL: {error}") from None
+    except RuntimeError as error:
+        if str(error) == "Query interrupted":  # DuckDB's word for Ctrl-C
+            raise KeyboardInterrupt from None
+        raise

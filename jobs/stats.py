@@ -12,7 +12,7 @@ from rollsift.pipeline.stats import stats_of_logs, stats_of_run
 from rollsift.pipeline.store import Run
 
 from .options import aids_options
-from .output import format_option, printable, write_rows
+from .output import format_option, note, say, write_rows
 
 
 @click.command("stats", epilog="Example: rollsift stats logs/")
@@ -26,9 +26,9 @@ def command(logs: tuple[str, ...], aids: Aids, format_: str) -> None:
         found = stats_of_run(Run(Path(logs[0])))
     else:
         sources = discover(logs)
-        for note in sources.notes:
-            click.echo(printable(f"note: {note}"), err=True)
+        for text in sources.notes:
+            note(text)
         found = stats_of_logs(sources, aids=aids)
     for record in found.bad[:20]:
-        click.echo(printable(f"bad: {record}"), err=True)
+        say(f"bad: {record}")
     write_rows(["name", "value"], list((found.facts | found.metrics).items()), format_)
