@@ -16,6 +16,7 @@ COMMANDS = {
     "sweep": "compare settings before choosing",
     "sql": "ask a run what was kept and dropped",
     "stats": "what a log or a run holds",
+    "verify": "whether a run and its logs are what they were",
     "recipes": "the shipped recipes",
 }
 MODULES = {"recipes": "list_recipes"}  # jobs/recipes is the folder of the recipes themselves

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollsift.schemas.errors import one_line
+
 if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
+    from rollsift.pipeline.sql import Answer
 
 FORMATS = ("table", "json", "jsonl", "csv", "parquet")
 WIDEST = 60  # characters of a cell in a table
@@ -59,7 +61,7 @@ def say(text: str) -> None:
 
 def note(text: str) -> None:
     """A remark for a person, on stderr."""
-    say(f"note: {text}")
+    say(one_line(f"note: {text}"))
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -110,12 +112,12 @@ def as_json(value: Any) -> str:
     return json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
 
 
-def write(result: DuckDBPyConnection, format_: str) -> None:
+def write(result: Answer, format_: str) -> None:
     """Print a query's result. Values of JSON type are nested in json and jsonl."""
     if format_ == "parquet":
         _parquet(result)
         return
-    columns = result.description or ()
+    columns = result.description
     nested = [str(column[1]) == "JSON" and format_ in ("json", "jsonl") for column in columns]
 
     def rows() -> Iterator[Sequence[Any]]:
@@ -168,10 +170,10 @@ def _objects(names: Sequence[str], rows: Iterable[Sequence[Any]], array: bool) -
     sys.stdout.write("]\n" if array else "" if first else "\n")
 
 
-def _parquet(result: DuckDBPyConnection) -> None:
+def _parquet(result: Answer) -> None:
     import pyarrow.parquet as pq
 
     with warnings.catch_warnings():  # of a copy, which a result for stdout can afford
         warnings.simplefilter("ignore", UserWarning)
-        reader: Any = result.to_arrow_reader()
-    pq.write_table(reader.read_all(), _binary_stdout(), compression="zstd")
+        table = result.read_all()
+    pq.write_table(table, _binary_stdout(), compression="zstd")

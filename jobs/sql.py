@@ -9,7 +9,6 @@ import click
 
 from rollsift.pipeline.sql import query
 from rollsift.pipeline.store import Run
-from rollsift.schemas.errors import UsageError
 
 from .output import format_option, write
 
@@ -20,19 +19,19 @@ from .output import format_option, write
 )
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("text", required=False, metavar="[QUERY]")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="how long the query may work",
+)
 @format_option
-def command(run: Path, text: str | None, format_: str) -> None:
+def command(run: Path, text: str | None, timeout: float, format_: str) -> None:
     """Run one SELECT over a run: views rollouts, kept, discarded, groups, steps, bad_records.
 
     Without QUERY it is read from stdin. The dialect is DuckDB's.
     """
-    import duckdb
-
-    try:
-        write(query(Run(run), sys.stdin.read() if text is None else text), format_)
-    except duckdb.Error as error:  # rows are made as they are fetched
-        raise UsageError(f"SQL: {error}") from None
-    except RuntimeError as error:
-        if str(error) == "Query interrupted":  # DuckDB's word for Ctrl-C
-            raise KeyboardInterrupt from None
-        raise
+    asked = sys.stdin.read() if text is None else text
+    write(query(Run(run), asked, seconds=timeout), format_)

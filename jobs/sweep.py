@@ -87,7 +87,7 @@ def command(
         )
     for text in notes:
         note(text)
+    if plot:  # first, for whoever reads the table may go
+        plot.write_text(chart(points), encoding="utf-8")
     rows = [point.row() for point in points]
     write_rows([*points[0].keys, *COLUMNS], [list(row.values()) for row in rows], format_)
-    if plot:
-        plot.write_text(chart(points), encoding="utf-8")

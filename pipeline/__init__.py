@@ -11,6 +11,7 @@ fields        what logged names mean
 facts         rows to light columns
 groups        which rows answer one prompt, which make one rollout
 texts         what is copied beside the light columns
+carried       what steps hand on to later ones
 load          all of the above for one step
 expressions   row expressions: checked and evaluated DuckDB SQL
 score         what a rollout is worth
@@ -22,6 +23,9 @@ tables        a judged step to its tables and manifest
 remarks       what a person should know of it
 store         the run folder: the one module that writes files
 batch         the driver: a whole log into a run
+checks        what holds inside a manifest, and between it, those before it and its tables
+rejudge       a run judged again from its logs, and compared value by value
+verify        whether a run is as it was published, and its logs as they were
 views         the views of the contract, over what is stored and the Parquet logs
 sql           one SELECT over them
 summary       a run in a few lines

@@ -4,8 +4,10 @@ digest of its file."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -14,6 +16,7 @@ from rollsift.schemas.manifest import Source
 
 from .rewards import RewardFunction
 
+OPTIONS = {"tokenizer": "--tokenizer", "reward_fn": "--reward-fn"}  # by which they are named
 BATCH = 1 << 10  # texts given to the tokenizer at a time
 
 
@@ -72,10 +75,29 @@ class Aids:
         named = {"tokenizer": self.tokenizer, "reward_fn": self.reward}
         return {key: {"name": aid.name, "sha256": aid.digest} for key, aid in named.items() if aid}
 
+    def must_be(self, theirs: Mapping[str, Any], all_of_them: bool) -> None:
+        """Raise UsageError where one is not the one that a run's settings have, or where one of
+        these is missing though `all_of_them` are needed."""
+        ours = self.settings
+        for key in {**theirs, **ours}:
+            if theirs.get(key) != ours.get(key) and (all_of_them or key in ours):
+                wanted, given = theirs.get(key), ours.get(key)
+                raise UsageError(
+                    f"{OPTIONS.get(key, key)}: the run was filtered "
+                    f"{f'with {_shown(wanted)}' if wanted else 'without'}; "
+                    f"{f'this is {_shown(given)}' if given else 'name it again'}"
+                )
+
     @property
     def pins(self) -> list[Source]:
         """The files of what was named, for the manifest."""
         return [Source(aid.file, 0, aid.digest) for aid in (self.tokenizer, self.reward) if aid]
+
+
+def _shown(aid: Any) -> str:
+    """An aid of run.json: its name and digest."""
+    known = isinstance(aid, dict) and {"name", "sha256"} <= aid.keys()
+    return f"{aid['name']} (SHA-256 {aid['sha256']})" if known else repr(aid)
 
 
 NOTHING = Aids()

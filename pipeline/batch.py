@@ -3,25 +3,30 @@ input proved usable are the steps published, in their order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from rollsift.schemas.errors import BadRecord, InputError
+from rollsift.schemas.errors import BadRecord, InputError, RollsiftError
 from rollsift.schemas.manifest import FORMAT, Manifest, encode
 from rollsift.schemas.recipe import Recipe, plain
 
 from . import difficulty
 from .aids import NOTHING, Aids
+from .carried import Carried
 from .difficulty import Thresholds
-from .judge import Scored, judge, measure
-from .load import Carried, Loaded, digest_of, load
+from .judge import Judged, Scored, judge, measure
+from .load import Loaded, digest_of, load
 from .remarks import Remarks
 from .score import Rules, rules
 from .sources import Logs, Source, source_at
 from .store import Run, RunInfo, Spool, Step, Writer
 from .tables import groups_table, manifest_of, rollouts_table
 
+T = TypeVar("T")
 Notify = Callable[[str], None]
 Progress = Callable[[int], None]
 
@@ -54,8 +59,19 @@ def filter_logs(
     """
     by = rules(recipe, aids)
     info = RunInfo(FORMAT, plain(recipe), aids.settings, str(logs.root))
-    with Run(out).writing(info) as writer:
-        return _Filter(logs, by, writer, skip_bad, Remarks(recipe, notify), progress).run()
+    outcome = "nothing was published"
+    try:
+        with Run(out).writing(info) as writer:
+            work = _Filter(logs, by, writer, skip_bad, Remarks(recipe, notify), progress)
+            try:
+                return work.run()
+            finally:
+                if work.done is not None:
+                    outcome = f"published up to step {work.done}, filter again for the rest"
+    except RollsiftError as error:
+        if type(error) is not RollsiftError:  # those say by their kind that nothing was published
+            raise
+        raise RollsiftError(f"{error}; {outcome}") from None
 
 
 class _Filter:
@@ -70,11 +86,12 @@ class _Filter:
     ) -> None:
         self.logs, self.by, self.writer, self.skip_bad = logs, by, writer, skip_bad
         self.remarks, self.progress = remarks, progress
-        self.old = writer.run.steps()
+        self.versions = writer.run.versions()  # of the published steps
         self.carried = Carried()
         self.estimator = difficulty.estimator(by.recipe.difficulty)
         self.earlier = 0
-        self.ready: list[tuple[int, Manifest]] = []
+        self.ready: list[tuple[int, int]] = []  # steps and their versions
+        self.done: int | None = None  # the last step that was published
         self.bad: list[BadRecord] = []
         self.errors: list[str] = []
         self.outcome = Outcome()
@@ -82,26 +99,26 @@ class _Filter:
     def run(self) -> Outcome:
         sources = self._sources()
         everything = self.by.recipe.difficulty.scope == "global" and self._see_all(sources)
-        previous: str | None = None
-        for step, source in sources.items():
-            old = self.old.get(step)
-            if old and not self.ready and not everything and self._unchanged(source, old):
-                self._keep(old)
-                previous = old.id
-            else:
-                previous = self._renew(source, old, previous)
+        todo, previous = list(sources.values()), None
+        while todo and not everything and (old := self._unchanged(todo[0], previous)):
+            self._keep(old)
+            todo, previous = todo[1:], old.id
+        # A step is read while the one before it is judged and the one before that is written.
+        for _ in _ahead(self._judged(todo, previous)):
+            pass
         self._raise_errors()
         self.remarks.close()
-        for version, manifest in self.ready:
-            self.writer.publish(version, manifest)
+        while self.ready:
+            self.writer.publish(*self.ready[0])
+            self.done = self.ready.pop(0)[0]
         return self.outcome
 
     def _sources(self) -> dict[int, Source]:
         """The sources of all steps in order: those named now, and those of published steps."""
         sources = {source.step: source for source in self.logs.sources}
-        for step, old in self.old.items():
+        for step in self.versions:
             if step not in sources:
-                path = self.logs.root / old.manifest.sources[0].file
+                path = self._old(step).log(self.logs.root)
                 if not path.exists():
                     raise InputError(
                         f"{path}: vanished; step {step} was made from it. Bring it back, or filter "
@@ -110,11 +127,19 @@ class _Filter:
                 sources[step] = source_at(path, self.logs.root)
         return dict(sorted(sources.items()))
 
-    def _unchanged(self, source: Source, old: Step) -> bool:
-        pinned = old.manifest.sources[0]
-        if pinned.file != source.file:
-            return False
-        return pinned.digest == digest_of(source, self.by, Carried.of(old.manifest))
+    def _old(self, step: int) -> Step:
+        return self.writer.run.step(step, self.versions[step])
+
+    def _unchanged(self, source: Source, previous: str | None) -> Step | None:
+        """The published step that was made from a source as it is now, after the step with the id
+        `previous`: a writer that was killed may have renewed that one alone."""
+        if source.step not in self.versions:
+            return None
+        old = self._old(source.step)
+        if (old.manifest.sources[0].file, old.manifest.previous) != (source.file, previous):
+            return None
+        now = digest_of(source, self.by, Carried.of(old.manifest))
+        return old if old.manifest.sources[0].digest == now else None
 
     def _keep(self, old: Step) -> None:
         """Take over what later steps depend on from a published step."""
@@ -123,63 +148,84 @@ class _Filter:
         self.carried.fingerprints.setdefault(note.get("fingerprint", ""), old.step)
         if self.by.recipe.difficulty.scope == "running":
             self.estimator.add(self.writer.run.difficulties(old))
-        self.progress((self.logs.root / old.manifest.sources[0].file).stat().st_size)
+        self.progress(old.log(self.logs.root).stat().st_size)
         self.outcome.unchanged.append(old.step)
 
     def _see_all(self, sources: Mapping[int, Source]) -> bool:
         """Give the estimator every step; -> whether anything is new, so that all are renewed."""
-        same = set(sources) == set(self.old) and all(
-            self._unchanged(source, self.old[step]) for step, source in sources.items()
-        )
-        if same:
+        previous = None
+        for source in sources.values():
+            if not (old := self._unchanged(source, previous)):
+                break
+            previous = old.id
+        else:
             return False
         for source in sources.values():
-            if loaded := self._load(source, lambda _: None):
+            if loaded := self._usable(self._load(source, lambda _: None)):
                 self.estimator.add(measure(loaded.rows, self.by).groups["difficulty"])
                 loaded.close()
         self._raise_errors()
         self.carried, self.bad = Carried(), []
         return True
 
-    def _load(self, source: Source, progress: Progress) -> Loaded | None:
-        """Read a step; None where its log cannot be used, which is kept for the end."""
-        spool = Spool(self.writer.staging)
+    def _load(self, source: Source, progress: Progress) -> Loaded | InputError:
+        """Read a step; the error where its log cannot be used."""
         try:
-            loaded = load(source, self.by, self.carried, spool, progress)
+            loaded = load(source, self.by, self.carried, Spool(self.writer.staging), progress)
         except InputError as error:
-            self.errors.append(str(error))
-            return None
-        self.bad += loaded.bad
+            return error
         self.carried = loaded.carried
         return loaded
 
-    def _renew(self, source: Source, old: Step | None, previous: str | None) -> str | None:
-        """Read, judge and stage a step; -> its id."""
-        loaded = self._load(source, self.progress)
-        if loaded is None or self.errors or (self.bad and not self.skip_bad):
-            return previous
-        self.remarks.loaded(source, loaded)
-        scored = measure(loaded.rows, self.by)
-        edges = self._edges(scored)
-        judged = judge(scored, self.by.recipe, edges)
-        if refusal := self.remarks.judged(source, loaded, judged):
-            self.errors.append(refusal)
-            return previous
-        version = old.version + 1 if old else 1
+    def _usable(self, loaded: Loaded | InputError) -> Loaded | None:
+        """A step that can be judged; what is wrong with others is kept for the end, and then
+        nothing more is judged."""
+        if isinstance(loaded, InputError):
+            self.errors.append(str(loaded))
+            return None
+        self.bad += loaded.bad
+        return None if self.errors or (self.bad and not self.skip_bad) else loaded
+
+    def _judged(
+        self, sources: Sequence[Source], previous: str | None
+    ) -> Iterator[Callable[[], None]]:
+        """Judge the steps as they are read; -> for each that is new what stages it. `previous` is
+        the id of the step before them."""
+        loads = (partial(self._load, source, self.progress) for source in sources)
+        # A person's own function runs in the main thread, where it can be interrupted.
+        read = (job() for job in loads) if self.by.aids.reward else _ahead(loads)
+        for source, found in zip(sources, read, strict=True):
+            loaded = self._usable(found)
+            if loaded is None:
+                continue
+            self.remarks.loaded(source, loaded)
+            scored = measure(loaded.rows, self.by)
+            edges = self._edges(scored)
+            judged = judge(scored, self.by.recipe, edges)
+            if refusal := self.remarks.judged(source, loaded, judged):
+                self.errors.append(refusal)
+                continue
+            version = self.versions.get(source.step, 0) + 1
+            manifest = manifest_of(source, self.by.recipe, loaded, judged, edges, previous)
+            yield partial(self._stage, version, manifest, source, loaded, judged)
+            self.ready.append((source.step, version))
+            previous = encode(manifest)[0]
+            new = self.outcome.published if version == 1 else self.outcome.replaced
+            new.append(source.step)
+            self.outcome.bad_records += len(loaded.bad)
+
+    def _stage(
+        self, version: int, manifest: Manifest, source: Source, loaded: Loaded, judged: Judged
+    ) -> None:
         self.writer.stage(
-            source.step,
             version,
+            manifest,
             rollouts_table(source, loaded, judged),
             groups_table(source, loaded, judged),
             loaded.bad,
             {"fingerprint": loaded.fingerprint},
         )
         loaded.close()
-        manifest = manifest_of(source, self.by.recipe, loaded, judged, edges, previous)
-        self.ready.append((version, manifest))
-        (self.outcome.replaced if old else self.outcome.published).append(source.step)
-        self.outcome.bad_records += len(loaded.bad)
-        return encode(manifest)[0]
 
     def _edges(self, scored: Scored) -> Thresholds:
         difficulties = scored.groups["difficulty"]
@@ -195,3 +241,16 @@ class _Filter:
             raise InputError("\n".join(self.errors), self.bad)
         if self.carried.kinds and self.ready:
             self.by.check_names(self.carried.fields())
+
+
+def _ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """The jobs' results, in order; while one is used, the next job runs in a thread."""
+    with ThreadPoolExecutor(1) as worker:
+        running: Future[T] | None = None
+        for job in jobs:
+            following = worker.submit(job)
+            if running:
+                yield running.result()
+            running = following
+        if running:
+            yield running.result()

@@ -39,14 +39,16 @@ def group_means(values: pl.Series, groups: pl.Series, count: int) -> pl.Series:
 
     Values that are multiples of 2**-20, as most rewards are, are summed as exact integers.
     """
-    x = values.cast(pl.Float64).to_numpy()
-    known = np.isfinite(x) & groups.is_not_null().to_numpy()
-    x, codes = x[known], groups.to_numpy()[known].astype(np.int64)
+    values = values.cast(pl.Float64)
+    known = (values.is_finite() & groups.is_not_null()).fill_null(False)
+    if not known.all():
+        values, groups = values.filter(known), groups.filter(known)
+    x, codes = values.to_numpy(), groups.to_numpy().astype(np.int64)
     counts = np.bincount(codes, minlength=count)
-    with np.errstate(over="ignore"):
-        scaled = x * _SCALE
-    largest = np.abs(scaled).max(initial=0.0) * counts.max(initial=0)
-    if largest < float(1 << 53) and bool((scaled == np.rint(scaled)).all()):
+    largest = max(float(x.max(initial=0.0)), -float(x.min(initial=0.0))) * int(
+        counts.max(initial=0)
+    )
+    if largest < (1 << 53) / _SCALE and bool(((scaled := x * _SCALE) == np.rint(scaled)).all()):
         sums = np.bincount(codes, weights=scaled, minlength=count) / _SCALE
         means = np.divide(sums, counts, out=np.full(count, np.nan), where=counts > 0)
     else:

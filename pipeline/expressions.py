@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,7 @@ _TYPES = re.compile(
 _RESULTS = re.compile(
     "null|boolean|u?(tiny|small|big|huge)int|u?integer|float|double|decimal|varchar"
 )
+_ARITHMETIC = re.compile(r"[-+%^]|\*\*?|//?")
 _CLOCK = re.compile("current_(date|time|timestamp)|localtime(stamp)?")
 # Consistent by DuckDB's word, but: age(t) reads the clock, collations follow the ICU library,
 # hashes and plans follow DuckDB's version, and aggregate states are read as raw memory.
@@ -106,11 +107,13 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A checked row expression; `bare` is the name where it is one column and nothing else."""
+    """A checked row expression; `bare` is the name where it is one column and nothing else,
+    `operands` are the columns that are numbers as they stand: this one, or x in x * 2."""
 
     text: str
     columns: frozenset[str]
     bare: str | None = None
+    operands: frozenset[str] = frozenset()
 
 
 class _Refused(ValueError):
@@ -126,8 +129,10 @@ def parse(text: str, key: str) -> Expression:
             raise _Refused(f"{name} {_SESSION}")
     except _Refused as problem:
         raise _error(key, text, problem) from None
-    bare = tree["class"] == "COLUMN_REF" and len(tree["column_names"]) == 1
-    return Expression(text, frozenset(columns.values()), tree["column_names"][0] if bare else None)
+    bare = _name(tree)
+    names = {_folded(name) for name in (bare, *_operands(tree)) if name}
+    operands = {column for name, column in columns.items() if name in names}  # no lambda's names
+    return Expression(text, frozenset(columns.values()), bare, frozenset(operands))
 
 
 def resolve(expression: Expression, names: Iterable[str], key: str) -> tuple[str, ...]:
@@ -254,6 +259,25 @@ def _columns_read(tree: Any, macros: frozenset[str] = frozenset()) -> frozenset[
                     raise _Refused(f"write {name}['{fields[0]}'] for {name}.{fields[0]}")
         todo += [(child, bound) for child in children]
     return frozenset(columns)
+
+
+def _operands(tree: Any) -> Iterator[str]:
+    """Names that stand beside a sign of arithmetic."""
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            if node.get("is_operator") and _ARITHMETIC.fullmatch(node["function_name"]):
+                yield from (_name(side["expression"]) or "" for side in node["arguments"])
+            todo += node.values()
+        elif isinstance(node, list):
+            todo += node
+
+
+def _name(node: dict[str, Any]) -> str | None:
+    """The name of a column, where a node is one and nothing else."""
+    names: list[str] = node["column_names"] if node["class"] == "COLUMN_REF" else []
+    return names[0] if len(names) == 1 else None
 
 
 def _check_node(node: dict[str, Any], macros: frozenset[str]) -> None:

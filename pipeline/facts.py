@@ -90,7 +90,7 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     def text(column: str, default: pl.Series | None = None) -> pl.Series:
         values = logged(column)
         kind = chunk.kinds.get(columns.get(column) or "\0")
-        return _text(default if values is None else values, len(rows), kind)
+        return as_text(default if values is None else values, len(rows), kind)
 
     def number(name: str | None) -> pl.Series:
         if name is None or name not in rows.columns:
@@ -111,9 +111,7 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     reward = number(reading.reward or None)
     light["reward"] = reward.set(~reward.is_finite(), None)
     light["response_length"], light["no_response"] = _length(rows, reading, number, check)
-    light["policy_version"] = _whole(
-        number(columns.get("policy_version")), columns.get("policy_version", ""), check
-    )
+    light["policy_version"] = _whole(rows, columns.get("policy_version"), number, check)
     light["finish_reason"] = text("finish_reason")
     truncated = number(columns.get("truncated")) != 0
     light["truncated"] = truncated.zip_with(
@@ -159,7 +157,7 @@ class _Check:
         self.wrong = self.wrong | where
 
 
-def _text(values: pl.Series | None, count: int, kind: str | None) -> pl.Series:
+def as_text(values: pl.Series | None, count: int, kind: str | None = None) -> pl.Series:
     """Any logged values as text, equal for equal values, whatever stands beside them: lists of
     numbers joined by commas, other nested values as JSON, bytes that are no text escaped."""
     if values is None or values.dtype == pl.Null:
@@ -172,6 +170,8 @@ def _text(values: pl.Series | None, count: int, kind: str | None) -> pl.Series:
         return _nested_text(values)
     if values.dtype == pl.Binary:
         return pl.Series(values.name, map(_bytes_text, values), pl.String)
+    if values.dtype in (pl.Duration, pl.Time):  # a cast refuses one and rounds the other
+        return values.dt.to_string()
     return values.cast(pl.String)
 
 
@@ -200,14 +200,22 @@ def _nested_text(values: pl.Series) -> pl.Series:
         texts = values.to_frame("").select(pl.struct("").struct.json_encode()).to_series()
         texts = texts.str.strip_prefix('{"":').str.strip_suffix("}")
         return texts.set(values.is_null(), None)
-    items = [None if value is None else json.dumps(value, default=repr) for value in values]
+    items = [None if v is None else json.dumps(v, default=repr) for v in values.to_list()]
     return pl.Series(values.name, items, pl.String)
 
 
-def _whole(values: pl.Series, name: str, check: _Check) -> pl.Series:
-    whole = (values == values.floor()) & (values.abs() <= EXACT)
-    check.refuse(~whole.fill_null(True), name, "a whole number", values)
-    return values.set(~whole.fill_null(True), None).cast(pl.Int64)
+def _whole(
+    rows: pl.DataFrame, name: str | None, number: Callable[[str], pl.Series], check: _Check
+) -> pl.Series:
+    if name is None or name not in rows.columns:
+        return pl.repeat(None, len(rows), dtype=pl.Int64, eager=True)
+    values = rows[name] if rows[name].dtype.is_integer() else number(name)
+    odd = ~values.is_between(-EXACT, EXACT)
+    if values.dtype.is_float():
+        odd |= values != values.floor()
+    odd = odd.fill_null(False)
+    check.refuse(odd, name, "a whole number", values)
+    return values.set(odd, None).cast(pl.Int64)
 
 
 def _length(
@@ -219,7 +227,7 @@ def _length(
     nothing = pl.repeat(None, len(rows), dtype=pl.Int64, eager=True)
     response = reading.fields.columns.get("response")
     if source == "logged":
-        lengths = _whole(number(names[0]), names[0], check)
+        lengths = _whole(rows, names[0], number, check)
         unfit = (lengths < 0) | (lengths > MOST)
         check.refuse(unfit.fill_null(False), names[0], f"a length from 0 to {MOST:,}", lengths)
         gone = rows[response].is_null() if response in rows.columns else lengths.is_null() & False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollsift.schemas.columns import ROLLOUTS
-from rollsift.schemas.errors import InputError
+from rollsift.schemas.errors import InputError, one_line
 
 # For each column of the contract the field names that carry it; the first one present counts.
 LOGGED_AS: Final[dict[str, tuple[str, ...]]] = {
@@ -101,12 +101,17 @@ def reward_field(kinds: Mapping[str, str], wanted: str, file: str) -> str:
     candidates = REWARDS if wanted == "auto" else (wanted,)
     if field := next((name for name in candidates if name in kinds), None):
         return field
-    numeric = [name for name, kind in kinds.items() if kind in ("bool", "int", "float")]
+    numeric = could_be_reward(kinds)
     could = f"-s reward=NAME could be one of {', '.join(numeric)}" if numeric else "none is numeric"
-    raise InputError(
-        f"{file}: no reward field; looked for {' and '.join(candidates)}. Of its fields, {could}; "
-        "--reward-fn FILE.py:NAME scores the responses"
-    )
+    told = f"{file}: no reward field; looked for {' and '.join(candidates)}. Of its fields, {could}"
+    raise InputError(one_line(f"{told}; --reward-fn FILE.py:NAME scores the responses"))
+
+
+def could_be_reward(kinds: Mapping[str, str]) -> list[str]:
+    """The fields of numbers that mean nothing else."""
+    roles = {name for names in LOGGED_AS.values() for name in names}
+    numeric = ("bool", "int", "long", "float", "number")
+    return [name for name, kind in kinds.items() if kind in numeric and name not in roles]
 
 
 def length_of(kinds: Mapping[str, str], wanted: str, tokenizer: bool, file: str) -> Length:
@@ -132,10 +137,10 @@ def length_of(kinds: Mapping[str, str], wanted: str, tokenizer: bool, file: str)
         return Length(wanted, "logged", (wanted,))
     fields = ", ".join(kinds) or "none"
     if wanted == "tokens" and text:
-        raise InputError(
-            f"{file}: length=tokens, but it has text only; name --tokenizer or use length=chars"
-        )
-    raise InputError(f"{file}: no field to read length={wanted} from; its fields: {fields}")
+        told = "length=tokens, but it has text only; name --tokenizer or use length=chars"
+    else:
+        told = f"no field to read length={wanted} from; its fields: {fields}"
+    raise InputError(one_line(f"{file}: {told}"))
 
 
 def format_of(kinds: Mapping[str, str], reader: str, row_keys: bool) -> str:

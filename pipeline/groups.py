@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 import polars as pl
+import pyarrow.compute as pc
 
 from rollsift.schemas.errors import BadRecord
 
@@ -130,14 +132,8 @@ def _pairs(rows: pl.DataFrame) -> pl.Series:
 
 def _codes(keys: pl.Series) -> tuple[pl.Series, pl.Series]:
     """Number keys by their first row; -> (UInt32 per row, null for null; the distinct keys)."""
-    keys = keys.alias("key")
-    runs = keys.rle_id()
+    runs = keys.rle_id()  # most often there is one of each key
     starts = keys.filter(runs.diff().fill_null(1) != 0)
-    if starts.null_count() == 0 and starts.n_unique() == len(starts):
-        return runs.cast(pl.UInt32), starts
-    ids = starts.drop_nulls().unique(maintain_order=True)
-    numbered = pl.DataFrame(
-        {"key": ids, "code": pl.int_range(len(ids), dtype=pl.UInt32, eager=True)}
-    )
-    codes = keys.to_frame().join(numbered, on="key", how="left", maintain_order="left")["code"]
-    return codes, ids
+    encoded: Any = pc.dictionary_encode(starts.to_arrow())  # in the order in which they appear
+    codes, ids = pl.Series(pl.from_arrow(encoded.indices)), pl.from_arrow(encoded.dictionary)
+    return codes.cast(pl.UInt32).gather(runs), pl.Series(ids)

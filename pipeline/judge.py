@@ -68,12 +68,15 @@ def _groups(rollouts: pl.DataFrame, recipe: Recipe) -> pl.DataFrame:
     counted = rollouts.select("group", "invalid", "reward", "signal", "spread")
     if counted["invalid"].null_count() < len(counted):
         counted = counted.filter(pl.col("invalid").is_null())
+    mean = difficulty = group_means(counted["reward"], counted["group"], count)
+    if not counted["signal"].equals(counted["reward"]):
+        difficulty = group_means(counted["signal"], counted["group"], count)
     groups = pl.DataFrame(
         {
             "group": pl.int_range(count, dtype=pl.UInt32, eager=True),
             "group_size": counts(counted["group"], count),
-            "mean_reward": group_means(counted["reward"], counted["group"], count),
-            "difficulty": group_means(counted["signal"], counted["group"], count),
+            "mean_reward": mean,
+            "difficulty": difficulty,
         }
     )
     spreads = {}

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollsift.schemas.errors import BadRecord, InputError
-from rollsift.schemas.manifest import Manifest
 from rollsift.schemas.manifest import Source as Pinned
 
+from .carried import Carried
 from .facts import Reading, facts
-from .fields import IDS, MASK, REWARDS, Fields, format_of, length_of, resolve, reward_field
+from .fields import REWARDS, Fields, format_of, length_of, resolve, reward_field
 from .groups import ROW_KEY, group
 from .readers import Chunk, Chunks, generation, jsonl, parquet
 from .rewards import Answers, RewardFunction
@@ -27,30 +27,6 @@ from .store import Spool
 from .texts import Fingerprint, text_part
 
 Progress = Callable[[int], None]
-
-# Fields whose values may be of any kind, by role: they are shown as text.
-_ANY = ("prompt", "ground_truth", "step", "policy_version", "truncated")
-
-
-@dataclass(slots=True)
-class Carried:
-    """What steps hand on: the reward's field, the unit of length, the kinds of fields (the first
-    step that has a field fixes it), and the content of logs in which a batch can stand twice."""
-
-    reward: str | None = None
-    unit: str | None = None
-    kinds: dict[str, str] = field(default_factory=dict)
-    fingerprints: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, manifest: Manifest, fingerprints: dict[str, int] | None = None) -> Carried:
-        """What the step of a manifest hands on."""
-        kinds = dict(manifest.field_types)
-        return cls(manifest.reward_field, manifest.length_unit, kinds, fingerprints or {})
-
-    def fields(self) -> Fields:
-        """The roles of all fields seen so far."""
-        return resolve(self.kinds, self.reward, None)
 
 
 @dataclass(slots=True)
@@ -121,14 +97,12 @@ class _Loader:
     ) -> None:
         self.source, self.by, self.spool, self.progress = source, by, spool, progress
         self.need_reward = need_reward
-        self.carried = replace(
-            carried, kinds=dict(carried.kinds), fingerprints=dict(carried.fingerprints)
-        )
-        self.fixed = {name: kind for name, kind in carried.kinds.items() if kind != "null"}
+        self.carried = carried.copy()
         self.format = _format(source)
         # Rows of a Parquet log are found again by their number, responses of one row are not.
         self.copied = self.format != "parquet"
         self.stored = self.copied or by.aids.reward is not None  # or its results are
+        self.enforced = carried.enforced(by, self.copied)
         # What the file's fields hold, and what a reward function's results do.
         self.logged: dict[str, str] = {}
         self.results: dict[str, str] = {}
@@ -174,7 +148,7 @@ class _Loader:
             notes=notes,
             from_text=read.from_text,
             pins=self.by.aids.pins,
-            carried=self._carry(read.reading),
+            carried=self.carried.after(self.kinds, read.reading),
         )
 
     def _read(self, progress: Progress | None, again: bool = False) -> _Read:
@@ -226,30 +200,18 @@ class _Loader:
         source = self.source
         if not self.copied:
             reader = parquet.Reader(source.path, source.file)
-            return reader, reader.chunks(self._enforced(), self._choose, progress)
+            return reader, reader.chunks(self.enforced, self._choose, progress)
         reader_class = generation.Reader if self.format == "generation" else jsonl.Reader
         lines = reader_class(source.path, source.file)
-        return lines, lines.chunks(self._enforced(), self.logged, progress)
+        return lines, lines.chunks(self.enforced, self.logged, progress)
 
     def _scored(self, chunk: Chunk, function: RewardFunction, number: int) -> Chunk:
         """The chunk with the reward function's results; it is called once for each row."""
         if number not in self.answers:
-            fields = resolve({**self.fixed, **self.kinds}, function.name, None)
+            fields = resolve({**self.carried.kinds, **self.kinds}, function.name, None)
             self.answers[number] = function.answers(chunk, fields, self.source.file)
         answers = self.answers[number]
-        return function.scored(chunk, answers, self.source.file, self._enforced(), self.results)
-
-    def _enforced(self) -> dict[str, str]:
-        """The kinds that values must be of: those of earlier steps, text where text is due."""
-        fixed = dict(self.fixed)
-        roles = self.carried.fields()
-        free = {roles.columns.get(role) for role in _ANY} | {self.carried.reward}
-        free |= {roles.find(name) for name in self.by.as_numbers | {"acc"}}
-        free |= {MASK, IDS, "response_length", self.by.recipe.length}
-        fixed |= {name: "any" for name in fixed if name in free}
-        if self.copied:
-            fixed |= dict.fromkeys(("input", "output", "uid", "completion", "response"), "text")
-        return fixed
+        return function.scored(chunk, answers, self.source.file, self.enforced, self.results)
 
     def _choose(self, kinds: Mapping[str, str]) -> list[str]:
         self.logged = dict(kinds)
@@ -260,7 +222,7 @@ class _Loader:
 
     def _reading(self) -> Reading:
         file, recipe = self.source.file, self.by.recipe
-        known = {**self.fixed, **self.kinds}
+        known = {**self.carried.kinds, **self.kinds}
         tokenizer, function = self.by.aids.tokenizer, self.by.aids.reward
         reward = self.carried.reward
         if function:
@@ -294,17 +256,6 @@ class _Loader:
         """The fields whose every value must be a number, for the recipe uses it as one."""
         found = {fields.find(name) for name in self.by.as_numbers}
         return frozenset(name for name in found if name)
-
-    def _carry(self, reading: Reading | None) -> Carried:
-        numbers: frozenset[str] = frozenset()
-        if reading:
-            self.carried.reward, self.carried.unit = reading.reward or None, reading.length.unit
-            numbers = reading.as_numbers
-        for name, kind in self.kinds.items():
-            word = "number" if kind in ("int", "long", "float") or name in numbers else kind
-            if self.carried.kinds.get(name, "null") == "null":
-                self.carried.kinds[name] = word
-        return self.carried
 
 
 def digest_of(source: Source, by: Rules, carried: Carried) -> str:

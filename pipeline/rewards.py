@@ -24,7 +24,7 @@ from typing import Any
 
 import polars as pl
 
-from rollsift.schemas.errors import BadRecord, InputError, UsageError
+from rollsift.schemas.errors import BadRecord, InputError, UsageError, one_line
 
 from .fields import Fields
 from .groups import PADDING
@@ -82,7 +82,8 @@ class RewardFunction:
         without a response. A row on which it fails is bad."""
         if "response" not in fields.columns:
             held = ", ".join(chunk.kinds)
-            raise InputError(f"{file}: {self.name} needs the response's text; its fields: {held}")
+            told = f"{file}: {self.name} needs the response's text; its fields: {held}"
+            raise InputError(one_line(told))
         answers = Answers([], [], [])
         with redirect_stdout(sys.stderr):
             for (row, line), given in zip(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from rollsift.schemas.errors import InputError, RecipeError
+from rollsift.schemas.reasons import REASONS
 from rollsift.schemas.recipe import Recipe
 
 from .aids import NOTHING, Aids
@@ -32,6 +33,7 @@ FACTS = {
     "finish_reason": "finish_reason",
     "correct": "correct",
 }
+REASON = pl.Enum(list(REASONS))
 METRICS = ("response_length", "token_efficiency")
 
 
@@ -68,8 +70,8 @@ class Rules:
     @property
     def as_numbers(self) -> frozenset[str]:
         """Names, in lower case, of fields that are used as a number just as they stand."""
-        bare = {e.bare for e in (self.metric, self.signal, self.spread) if e and e.bare}
-        return frozenset({name.lower() for name in bare} - set(FACTS))
+        used = [e.operands for e in (self.metric, self.signal, self.spread) if e]
+        return frozenset({name.lower() for names in used for name in names} - set(FACTS))
 
     @property
     def as_truths(self) -> frozenset[str]:
@@ -163,12 +165,17 @@ def _invalid(frame: pl.DataFrame, by: Rules) -> pl.Expr:
             )
         stale = pl.col("step") - pl.col("policy_version") > recipe.max_lag
     return (
-        pl.when("padding").then(pl.lit("padding"))
-        .when("repeat").then(pl.lit("repeat"))
-        .when(pl.col("reward").is_null() & asked).then(pl.lit("no_reward"))
-        .when("no_response").then(pl.lit("no_response"))
-        .when(stale).then(pl.lit("stale"))
+        pl.when("padding").then(reason("padding"))
+        .when("repeat").then(reason("repeat"))
+        .when(pl.col("reward").is_null() & asked).then(reason("no_reward"))
+        .when("no_response").then(reason("no_response"))
+        .when(stale).then(reason("stale"))
     )  # fmt: skip
+
+
+def reason(word: str) -> pl.Expr:
+    """A reason's word as a column's value."""
+    return pl.lit(word, REASON)
 
 
 def _inputs(frame: pl.DataFrame, expression: Expression) -> pl.DataFrame:

@@ -44,11 +44,20 @@ def ranks(groups: pl.Series, *keys: pl.Series) -> pl.Series:
 
 def _side_by_side(groups: pl.Series) -> tuple[Any, Any]:
     """The groups' numbers in order, and the rows in that order, None where they are in it."""
+    order = by_group(groups)
     codes = groups.to_numpy()
+    return codes if order is None else codes[order], order
+
+
+def by_group(groups: pl.Series) -> Any:
+    """The rows' places by group and then by their order, None where they stand so."""
     if groups.is_sorted():
-        return codes, None
-    order = codes.argsort(kind="stable")
-    return codes[order], order
+        return None
+    codes = groups.to_numpy()
+    # NumPy sorts 16 bits by their value, five times as fast as it compares more of them.
+    order = (codes & 0xFFFF).astype(np.uint16).argsort(kind="stable")
+    high = (codes >> 16).astype(np.uint16)
+    return order[high[order].argsort(kind="stable")] if high.any() else order
 
 
 def _back(values: Any, order: Any) -> Any:

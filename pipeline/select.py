@@ -10,6 +10,7 @@ import polars as pl
 from rollsift.schemas.recipe import Recipe
 
 from . import segments
+from .score import REASON, reason
 
 NO_LENGTH = (1 << 63) - 1  # ranks last
 TOLERANCE = 1e-6  # rewards that differ by no more are equal
@@ -40,8 +41,8 @@ def _row_reasons(recipe: Recipe) -> pl.Expr:
     """What keeps a rollout from competing, whatever its group is like."""
     return (
         pl.when(pl.col("invalid").is_not_null()).then("invalid")
-        .when("excluded").then(pl.lit("excluded"))
-        .when(pl.col("response_length") < recipe.min_length).then(pl.lit("empty"))
+        .when("excluded").then(reason("excluded"))
+        .when(pl.col("response_length") < recipe.min_length).then(reason("empty"))
     )  # fmt: skip
 
 
@@ -58,11 +59,10 @@ def _group_reasons(recipe: Recipe) -> pl.Expr:
     if recipe.max_mean is not None:
         outside = outside | (mean > recipe.max_mean)
     return (
-        pl.when(incomplete).then(pl.lit("incomplete_group"))
-        .when(flat).then(pl.lit("zero_variance"))
-        .when(outside).then(pl.lit("mean_out_of_range"))
-        .when(pl.col("k").is_null()).then(pl.lit("no_difficulty"))
-        .cast(pl.String)
+        pl.when(incomplete).then(reason("incomplete_group"))
+        .when(flat).then(reason("zero_variance"))
+        .when(outside).then(reason("mean_out_of_range"))
+        .when(pl.col("k").is_null()).then(reason("no_difficulty"))
     )  # fmt: skip
 
 
@@ -80,9 +80,8 @@ def _all_reasons() -> pl.Expr:
     return (
         pl.when(pl.col("early").is_not_null()).then("early")
         .when(pl.col("whole").is_not_null()).then("whole")
-        .when(pl.col("metric").is_null()).then(pl.lit("no_metric"))
-        .when(pl.col("rank") > pl.col("k")).then(pl.lit("outranked"))
-        .cast(pl.String)
+        .when(pl.col("metric").is_null()).then(reason("no_metric"))
+        .when(pl.col("rank") > pl.col("k")).then(reason("outranked"))
     )  # fmt: skip
 
 
@@ -99,7 +98,7 @@ def _guard(frame: pl.DataFrame, recipe: Recipe) -> pl.DataFrame:
         for wanted in (True, False):
             for leaves, enters in _swaps(kept, right, wanted, least):
                 reasons[at[leaves]], reasons[at[enters]] = "displaced", None
-    return frame.with_columns(reason=pl.Series(reasons, dtype=pl.String))
+    return frame.with_columns(reason=pl.Series(reasons, dtype=REASON))
 
 
 def _swaps(
@@ -131,5 +130,5 @@ def _drop_without_signal(frame: pl.DataFrame) -> pl.DataFrame:
     flat = kept.group_by("group").agg(flat=spread <= TOLERANCE).filter("flat")
     hit = pl.col("reason").is_null() & pl.col("group").is_in(flat["group"].implode())
     return frame.with_columns(
-        reason=pl.when(hit).then(pl.lit("no_signal")).otherwise(pl.col("reason"))
+        reason=pl.when(hit).then(reason("no_signal")).otherwise(pl.col("reason"))
     )

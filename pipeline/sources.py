@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rollsift.schemas.errors import InputError, UsageError
+from rollsift.schemas.errors import InputError, UsageError, one_line
 
 from .readers import generation, jsonl, parquet
 
@@ -55,17 +55,16 @@ def discover(logs: Sequence[str | os.PathLike[str]]) -> Logs:
             if path.is_dir():
                 found, foreign = _folder(path)
                 if foreign:
-                    notes.append(f"{path}: left out {_names(foreign)}: no step files ({EXPECTED})")
+                    notes.append(f"{path}: left out {listed(foreign)}: no step files ({EXPECTED})")
             elif path.is_file():
                 found = [path]
             else:
-                raise UsageError(f"{path}: neither a file nor a folder")
+                raise UsageError(one_line(f"{path}: neither a file nor a folder"))
             files.update({file.resolve(): file for file in found})
     if not files:
         where = ", ".join(os.fspath(item) for item in logs)
-        raise InputError(
-            "\n".join([f"{where}: no step files; expected names like {EXPECTED}", *notes])
-        )
+        told = [f"{where}: no step files; expected names like {EXPECTED}", *notes]
+        raise InputError("\n".join(map(one_line, told)))
     root = Path(os.path.commonpath([file.absolute().parent for file in files.values()]))
     sources = [source_at(file.absolute(), root) for file in files.values()]
     return Logs(root, *_one_per_step(sources, notes))
@@ -76,14 +75,14 @@ def _expand(item: str) -> list[Path]:
         return [Path(item)]
     if found := sorted(glob.glob(item)):
         return [Path(path) for path in found]
-    raise UsageError(f"{item}: no such file or folder, and no glob that matches any")
+    raise UsageError(one_line(f"{item}: no such file or folder, and no glob that matches any"))
 
 
 def _folder(folder: Path) -> tuple[list[Path], list[str]]:
     try:
         entries = sorted(entry for entry in folder.iterdir() if not entry.is_dir())
     except OSError as error:
-        raise InputError(f"{folder}: cannot be listed ({error.strerror})") from None
+        raise InputError(one_line(f"{folder}: cannot be listed ({error.strerror})")) from None
     named = {entry for entry in entries if STEP_FILE.fullmatch(entry.name)}
     # A pipe or a dangling link is no log, whatever its name.
     found = [entry for entry in entries if entry in named and entry.is_file()]
@@ -91,7 +90,8 @@ def _folder(folder: Path) -> tuple[list[Path], list[str]]:
     return found, [f"{e.name} (a broken link or a pipe)" if e in named else e.name for e in left]
 
 
-def _names(names: Iterable[str], most: int = 5) -> str:
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """The first names, and how many there are more."""
     names = [name if name.isprintable() else repr(name) for name in names]
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
@@ -103,7 +103,8 @@ def source_at(path: Path, root: Path) -> Source:
     if not match:
         return _nameless(path, root)
     if match["kind"] == "parquet" and match["compression"]:
-        raise InputError(f"{path}: a compressed Parquet file cannot be read in place; unpack it")
+        told = f"{path}: a compressed Parquet file cannot be read in place; unpack it"
+        raise InputError(one_line(told))
     return Source(
         path=path,
         file=path.relative_to(root).as_posix(),
@@ -122,10 +123,8 @@ def _nameless(path: Path, root: Path) -> Source:
         step = 0 if generation.matches(path) else parquet.first(path, "step")
     whole = re.fullmatch(r"(\d{1,18})(\.0)?", str(step))
     if not whole:
-        raise InputError(
-            f"{path}: the name tells no step, and no first record with a `step` does; rename it to "
-            f"the step it holds, like {EXPECTED}"
-        )
+        told = f"{path}: the name tells no step, and no first record with a `step` does"
+        raise InputError(one_line(f"{told}; rename it to the step it holds, like {EXPECTED}"))
     return Source(path, path.relative_to(root).as_posix(), int(whole[1]), 1, kind)
 
 
@@ -136,10 +135,9 @@ def _one_per_step(
     for source in sorted(sources, key=lambda source: (source.step, source.version, source.file)):
         other = by_step.get(source.step)
         if other and (other.version == source.version or other.path.parent != source.path.parent):
-            raise InputError(
-                f"{other.path} and {source.path}: both hold step {source.step}; one run has one "
-                "file a step. Name only the one that counts, or filter the two runs apart"
-            )
+            told = f"{other.path} and {source.path}: both hold step {source.step}; one run has one "
+            told += "file a step. Name only the one that counts, or filter the two runs apart"
+            raise InputError(one_line(told))
         if other:
             notes.append(f"{source.file} supersedes {other.file}")
         by_step[source.step] = source

@@ -15,7 +15,9 @@ from rollsift.schemas.reasons import NOT_COUNTED
 from rollsift.schemas.recipe import Recipe
 
 from .aids import NOTHING, Aids
-from .load import Carried, Loaded, load
+from .carried import Carried
+from .fields import could_be_reward
+from .load import Loaded, load
 from .score import rollouts, rules
 from .sources import Logs
 from .sql import query
@@ -75,13 +77,12 @@ def stats_of_logs(
 
 
 def _no_reward(kinds: Mapping[str, str]) -> str:
-    numeric = [name for name, kind in kinds.items() if kind in ("number", "bool")]
-    return f"none of score, reward; numeric are {', '.join(numeric) or 'none'}"
+    return f"none of score, reward; numeric are {', '.join(could_be_reward(kinds)) or 'none'}"
 
 
 def stats_of_run(run: Run) -> Stats:
     """Read a run's own views; metrics over all rollouts that count."""
-    steps = run.steps()
+    steps = run.steps(rows=False)
     manifests = [step.manifest for step in steps.values()]
     total = (
         query(

@@ -13,13 +13,15 @@ taken; then the manifest. What has no manifest does not exist and is swept by th
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -27,12 +29,33 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollsift.schemas.errors import BadRecord, CheckError, InputError, RollsiftError, UsageError
-from rollsift.schemas.manifest import Manifest, decode, encode
+from rollsift.schemas.errors import (
+    RESTORE,
+    BadRecord,
+    CheckError,
+    InputError,
+    RollsiftError,
+    UsageError,
+)
+from rollsift.schemas.manifest import (
+    FORMAT,
+    UNDECODABLE,
+    Manifest,
+    Tables,
+    as_file,
+    decode,
+    other_format,
+)
 
 TABLES = ("rollouts", "groups", "bad_records")
+OURS = {"run.json", "manifests", ".lock", ".staging", *TABLES}
 ROW_GROUP = 1 << 17
-DELTAS, DELTA = ("source_row",), "DELTA_BINARY_PACKED"  # columns that count up
+# Columns that count up, and those whose values are as good as all different.
+DELTAS, DISTINCT = ("source_row",), ("source_row", "group_id")
+PRUNED = ("step", "group", "source_row")  # columns by which queries skip row groups
+_NO_ROWS: dict[str, list[int]] = {
+    "source": [], "row": [], "offsets": [], "group_rows": [], "group_tokens": [],
+}  # fmt: skip
 _NAME = re.compile(r"(\d{6,18})\.v(\d+)\.(json|parquet)")
 
 
@@ -53,6 +76,14 @@ class Step:
     version: int
     id: str
     manifest: Manifest
+    tables: Tables
+
+    def log(self, root: Path) -> Path:
+        """Where its log lies; raises CheckError where that is not under the log root."""
+        file = self.manifest.sources[0].file
+        if not inside(file):
+            raise CheckError(f"step {self.step}: its log {file!r} is outside {root}; {RESTORE}")
+        return root / file
 
 
 class Run:
@@ -60,28 +91,49 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._heads: dict[tuple[int, int], Step] = {}
 
     @property
     def info(self) -> RunInfo:
         """run.json; raises UsageError where the folder is no run."""
         file = self.path / "run.json"
         try:
-            return msgspec.json.decode(file.read_bytes(), type=RunInfo)
-        except FileNotFoundError:
+            info = msgspec.json.decode(file.read_bytes(), type=RunInfo)
+        except (FileNotFoundError, NotADirectoryError):
             raise UsageError(f"{self.path}: no run here; make one with rollsift filter") from None
-        except msgspec.DecodeError as error:
-            raise CheckError(f"{file}: not the run.json of this version ({error})") from None
+        except UNDECODABLE as error:
+            told = f"{file}: not the run.json of this version ({error}); {RESTORE}"
+            raise CheckError(told) from None
+        if info.format != FORMAT:
+            raise CheckError(f"{file}: {other_format(info.format)}")
+        return info
+
+    def published(self) -> list[tuple[int, int]]:
+        """(step, version) of all manifests, in order."""
+        return _numbered(self.path / "manifests", "json")
 
     def versions(self) -> dict[int, int]:
         """Step -> its newest version, in step order."""
         newest: dict[int, int] = {}
-        for step, version in _numbered(self.path / "manifests", "json"):
+        for step, version in self.published():
             newest[step] = max(version, newest.get(step, 0))
         return dict(sorted(newest.items()))
 
-    def steps(self) -> dict[int, Step]:
-        """All published steps in order; raises CheckError for a manifest that is not whole."""
-        return {step: self.step(step, version) for step, version in self.versions().items()}
+    def steps(self, rows: bool = True) -> dict[int, Step]:
+        """All published steps in order; raises CheckError for a manifest that is not whole.
+
+        Without `rows` the manifests have no lists of rows, which over a long run would fill the
+        memory; they are then read once, for a published manifest never changes.
+        """
+        if rows:
+            return {step: self.step(step, version) for step, version in self.versions().items()}
+        newest = self.versions().items()
+        for step, version in newest:
+            if (step, version) not in self._heads:
+                whole = self.step(step, version)
+                head = msgspec.structs.replace(whole.manifest, **_NO_ROWS)
+                self._heads[step, version] = replace(whole, manifest=head)
+        return {step: self._heads[step, version] for step, version in newest}
 
     def step(self, step: int, version: int) -> Step:
         """One published step."""
@@ -105,11 +157,8 @@ class Run:
 
     def _strangers(self) -> str:
         """What shows that the folder is somebody else's, empty if nothing does."""
-        if not self.path.is_dir():
-            return "no folder but a file"
-        ours = {"run.json", "manifests", ".lock", ".staging", *TABLES}
         return ", ".join(
-            sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)[:3]
+            sorted(entry.name for entry in self.path.iterdir() if entry.name not in OURS)[:3]
         )
 
     @contextmanager
@@ -119,20 +168,42 @@ class Run:
         Raises UsageError naming the first key of the recipe that differs from the run's own.
         """
         fresh = not self.path.exists()
+        for path in (self.path, *self.path.parents):
+            if path.exists() and not path.is_dir():
+                raise UsageError(f"{self.path}: {path} is a file, no folder; choose another -o")
         if not fresh and (strange := self._strangers()):
             raise UsageError(f"{self.path}: no run folder, it holds {strange}; choose another -o")
-        for folder in ("manifests", *TABLES):
-            (self.path / folder).mkdir(parents=True, exist_ok=True)
+        for name in sorted(OURS):
+            if (self.path / name).is_symlink():
+                raise UsageError(
+                    f"{self.path / name}: a symbolic link, and a run folder holds none; put what "
+                    "it points to there, or choose another -o"
+                )
+        folders = [self.path / name for name in ("manifests", *TABLES)]
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        with _naming(self.path):
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            (self.path / ".lock").touch()
         with (self.path / ".lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                    raise BlockingIOError  # a writer that failed took its new folder away
             except OSError:
                 raise RollsiftError(f"{self.path}: another rollsift is writing into it") from None
             if (self.path / "run.json").exists():
                 _same(self.info, info, self.path)
             writer = Writer(self, info)
             try:
-                writer.sweep()
+                with _naming(self.path):
+                    # The folders' own names, and what a killed writer had named, shall last, too.
+                    for folder in (*folders, self.path):
+                        _sync(folder)
+                    for folder in {self.path.parent, *(path.parent for path in made)}:
+                        with suppress(PermissionError):  # it may be one that only others can list
+                            _sync(folder)
+                    writer.sweep()
                 yield writer
             finally:
                 shutil.rmtree(writer.staging, ignore_errors=True)
@@ -164,44 +235,41 @@ class Writer:
 
     def stage(
         self,
-        step: int,
         version: int,
+        manifest: Manifest,
         rollouts: Iterable[pl.DataFrame],
         groups: pl.DataFrame,
         bad: Sequence[BadRecord],
         note: Mapping[str, str],
     ) -> None:
-        """Write a step's tables into the staging folder; `note` goes into the groups' footer."""
-        _write(self._staged("rollouts", step, version), rollouts, {})
-        _write(self._staged("groups", step, version), [groups], note)
+        """Write a step into the staging folder; `note` goes into the groups' footer."""
+        tables: dict[str, Iterable[pl.DataFrame]] = {"rollouts": rollouts, "groups": [groups]}
         if bad:
             table = pl.DataFrame([asdict(record) for record in bad], schema=_BAD)
-            _write(self._staged("bad_records", step, version), [table], {})
+            tables["bad_records"] = [table]
+        digests = {}
+        for kind, parts in tables.items():
+            staged = self._staged(kind, manifest.step, version)
+            _write(staged, parts, note if kind == "groups" else {})
+            digests[kind] = sha256_of(staged)
+        file = as_file(manifest, Tables(**digests))
+        _put(self._staged("manifests", manifest.step, version), file)
 
     def _staged(self, kind: str, step: int, version: int) -> Path:
         return self.staging / f"{kind}-{self.run.table(kind, step, version).name}"
 
-    def publish(self, version: int, manifest: Manifest) -> str:
-        """Give a staged step its names, the manifest last; -> its id."""
-        if not (self.run.path / "run.json").exists():
+    def publish(self, step: int, version: int) -> None:
+        """Give a staged step its names, which must not exist yet, the manifest's last: whole or
+        absent, durable."""
+        info = self.run.path / "run.json"
+        if not info.exists():
             value = msgspec.json.format(msgspec.json.encode(self.info), indent=1) + b"\n"
-            self.put(self.run.path / "run.json", value)
-        for kind in TABLES:
-            staged = self._staged(kind, manifest.step, version)
+            _put(self.staging / "run.json", value)
+            _link(self.staging / "run.json", info)
+        for kind in (*TABLES, "manifests"):
+            staged = self._staged(kind, step, version)
             if staged.exists():
-                _link(staged, self.run.table(kind, manifest.step, version))
-        id_, data = encode(manifest)
-        self.put(self.run.table("manifests", manifest.step, version), data)
-        return id_
-
-    def put(self, target: Path, data: bytes) -> None:
-        """Publish bytes under a name that must not exist yet: whole or absent, durable."""
-        staged = self.staging / f"put-{target.name}"
-        with staged.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        _link(staged, target)
+                _link(staged, self.run.table(kind, step, version))
 
 
 class Spool:
@@ -220,9 +288,11 @@ class Spool:
         if self.held <= self.LIMIT:
             self.parts.append(part)
             return
-        path = self.folder / f"spool-{len(self.parts)}.arrow"
-        part.write_ipc(path, compression="lz4")
-        self.parts.append(path)
+        handle, path = tempfile.mkstemp(".arrow", "spool-", self.folder)
+        os.close(handle)
+        with _naming(Path(path)):
+            part.write_ipc(path, compression="lz4")
+        self.parts.append(Path(path))
 
     def __iter__(self) -> Iterator[pl.DataFrame]:
         for part in self.parts:
@@ -285,8 +355,8 @@ def _shown(value: Any) -> str:
 
 def _write(path: Path, parts: Iterable[pl.DataFrame], note: Mapping[str, str]) -> None:
     """Write a Parquet file: one row group or more per part, equal bytes for equal parts."""
-    writer: pq.ParquetWriter | None = None
-    try:
+    with _naming(path), ExitStack() as stack:
+        writer: pq.ParquetWriter | None = None
         for part in parts:
             table = part.to_arrow(compat_level=pl.CompatLevel.oldest())
             if writer is None:
@@ -294,19 +364,47 @@ def _write(path: Path, parts: Iterable[pl.DataFrame], note: Mapping[str, str]) -
                     path,
                     table.schema,
                     compression="zstd",
-                    column_encoding={name: DELTA for name in DELTAS if name in part.columns},
-                    use_dictionary=[name for name in part.columns if name not in DELTAS],  # type: ignore[arg-type]  # names, too
+                    column_encoding=dict.fromkeys(
+                        {*DELTAS} & {*part.columns}, "DELTA_BINARY_PACKED"
+                    ),
+                    use_dictionary=[name for name in part.columns if name not in DISTINCT],  # type: ignore[arg-type]  # names, too
+                    write_statistics=[name for name in PRUNED if name in part.columns],
                     store_schema=False,
                     write_page_checksum=True,
                 )
+                stack.callback(writer.close)
                 writer.add_key_value_metadata(dict(note))
             writer.write_table(table, row_group_size=ROW_GROUP)
+        stack.close()
+        _sync(path)
+
+
+def inside(file: str) -> bool:
+    """Whether a source's name stays under the log root."""
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in file
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _put(path: Path, data: bytes) -> None:
+    with _naming(path), path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file that is written inside where that fails."""
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
         raise RollsiftError(f"{path}: cannot be written: {error}") from None
-    finally:
-        if writer is not None:
-            writer.close()
-    _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -318,9 +416,10 @@ def _sync(path: Path) -> None:
 
 
 def _link(staged: Path, target: Path) -> None:
-    os.link(staged, target)
-    _sync(target.parent)
-    staged.unlink()
+    with _naming(target):
+        os.link(staged, target)
+        _sync(target.parent)
+        staged.unlink()
 
 
 Progress = Callable[[int], None]

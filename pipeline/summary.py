@@ -25,7 +25,7 @@ _MEANS = """
 def summary(out: Path, outcome: Outcome) -> str:
     """Totals before and after, what was dropped and why, and what was written where."""
     run = Run(out)
-    manifests = [step.manifest for step in run.steps().values()]
+    manifests = [step.manifest for step in run.steps(rows=False).values()]
     unit = next((m.length_unit for m in manifests if m.length_unit), "tokens")
     dropped = {
         reason: count

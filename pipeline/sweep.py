@@ -20,9 +20,10 @@ from rollsift.schemas.recipe import Recipe
 
 from . import difficulty
 from .aids import NOTHING, Aids
+from .carried import Carried
 from .difficulty import Thresholds
 from .judge import Scored, judge, measure
-from .load import Carried, Loaded, load
+from .load import Loaded, load
 from .points import Point, Totals
 from .remarks import Remarks
 from .score import Rules, rules

@@ -13,7 +13,7 @@ from rollsift.schemas.manifest import Source as Pinned
 from rollsift.schemas.reasons import NOT_COUNTED, REASONS
 from rollsift.schemas.recipe import Recipe, plain
 
-from . import difficulty
+from . import difficulty, segments
 from .judge import Judged
 from .load import Loaded
 from .sources import Source
@@ -31,14 +31,13 @@ def rollouts_table(source: Source, loaded: Loaded, judged: Judged) -> Iterator[p
     """The stored rows, in parts that become row groups."""
     length = loaded.length_source
     facts = judged.rows.with_columns(
-        source_file=pl.lit(source.file), length_source=pl.lit(length, pl.String)
+        source_file=pl.lit(source.file, pl.Enum([source.file])),
+        length_source=pl.lit(length, pl.Enum([length] if length else [])),
     ).select(STORED)
-    if loaded.texts is None:
+    if loaded.texts is None or not len(facts):
         yield facts
-        return
-    yield from joined(loaded.texts, facts)
-    if not len(facts):
-        yield facts
+    else:
+        yield from joined(loaded.texts, facts)
 
 
 def groups_table(source: Source, loaded: Loaded, judged: Judged) -> pl.DataFrame:
@@ -61,9 +60,9 @@ def manifest_of(
     """The manifest of a judged step: its kept rows, groups in order of their first row."""
     rows = judged.rows.select("group", "source_row", "response_length", "reason", "kept")
     kept = rows.filter("kept")
-    if not kept["group"].is_sorted():
-        kept = kept.sort("group", maintain_order=True)
-    counted = rows.filter(~pl.col("reason").fill_null("").is_in(NOT_COUNTED))
+    order = segments.by_group(kept["group"])
+    kept = kept if order is None else kept[order]
+    counted = rows.filter(~pl.col("reason").is_in(NOT_COUNTED).fill_null(False))
     whole = counted.group_by("group").agg(rows=pl.len(), tokens=pl.col("response_length").sum())
     groups = (
         kept.group_by("group", maintain_order=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import polars as pl
 
+from .facts import as_text
 from .fields import Fields
 from .store import Spool
 
@@ -78,10 +79,9 @@ class Fingerprint:
             if name == fields.columns.get("step"):
                 continue
             values = rows[name]
-            if isinstance(values.dtype, pl.List):
-                values = values.cast(pl.List(pl.String)).list.join(",")
-            elif values.dtype != pl.String:
-                values = values.cast(pl.String)
+            # Polars' own text of numbers is as good, and made faster.
+            numeric = values.dtype.is_numeric()
+            values = values.cast(pl.String) if numeric else as_text(values, len(values))
             lengths = values.str.len_bytes().cast(pl.Int64).fill_null(-1)
             sizes, texts = self.hashes.setdefault(name, (hashlib.sha256(), hashlib.sha256()))
             sizes.update(lengths.to_numpy().tobytes())

@@ -20,7 +20,7 @@ from rollsift.schemas.errors import InputError
 from rollsift.schemas.reasons import NOT_COUNTED
 
 from .fields import Fields, length_of, resolve
-from .store import Run, Step
+from .store import TABLES, Run, Step
 from .texts import TEXTS, stored_name
 
 if TYPE_CHECKING:
@@ -44,9 +44,10 @@ class Views:
 
     def __init__(self, run: Run, connection: DuckDBPyConnection, seen: Seen) -> None:
         self.run, self.connection, self.seen = run, connection, seen
-        self.steps = list(run.steps().values())
+        self.steps = list(run.steps(rows=False).values())
         self.root = Path(run.info.log_root)
         self.kinds, self.fields = self._fields()
+        self.joined: dict[Path, set[str]] = {}  # Parquet logs and the columns read of them
 
     def _fields(self) -> tuple[dict[str, str], Fields]:
         """All fields of the run, as its last step knows them."""
@@ -80,6 +81,15 @@ class Views:
 
     def _wants(self, name: str) -> bool:
         return self.seen.columns is None or name.lower() in self.seen.columns
+
+    def tables(self) -> list[Path]:
+        """All tables of the run's newest steps."""
+        return [
+            self.run.table(kind, step.step, step.version)
+            for step in self.steps
+            for kind in TABLES
+            if kind != "bad_records" or step.manifest.counts.bad_records
+        ]
 
     def _tables(self, kind: str, steps: Sequence[Step] | None = None, union: bool = False) -> str:
         paths = [
@@ -175,13 +185,14 @@ class Views:
                 absent[shown] = field
         if not absent:
             return texts, ""
-        paths = [self.root / step.manifest.sources[0].file for step in steps]
+        paths = [step.log(self.root) for step in steps]
         for path in paths:
             if not path.exists():
                 raise InputError(
                     f"{path}: the text and tokens of this run stay in its logs, and this one is "
                     "gone; bring it back"
                 )
+            self.joined.setdefault(path, set()).update(absent.values())
         plain = _read(paths, "union_by_name = true")
         rows = self.connection.execute(f"DESCRIBE SELECT * FROM {plain}").fetchall()
         logged = {row[0]: row[1] for row in rows}

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+RESTORE = "restore it, or filter into another folder"  # what to do about a damaged file of a run
+
 
 class RollsiftError(Exception):
     """Something could not be finished; the message says what to do next."""
@@ -57,7 +59,8 @@ class BadRecord:
         row = None if self.source_row is None else f"row {self.source_row}"
         place = f"line {self.line}" if self.line is not None else row
         field = None if self.field is None else f"field {self.field!r}"
-        return ", ".join(filter(None, [self.source_file, place, field])) + ": " + self.reason
+        said = ", ".join(filter(None, [self.source_file, place, field])) + ": " + self.reason
+        return one_line(said)
 
 
 class InputError(RollsiftError):
@@ -84,6 +87,11 @@ class InputError(RollsiftError):
             lines.append(f"  and {len(self.bad) - len(listed)} more")
         lines.append("Mend the files, or leave these records out with --skip-bad")
         return "\n".join(lines)
+
+
+def one_line(text: object) -> str:
+    """What a log or a path gives, fit for a message: it begins no line of its own."""
+    return str(text).replace("\n", r"\n")
 
 
 def _counted(count: int, word: str) -> str:

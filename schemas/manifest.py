@@ -1,21 +1,23 @@
 """The manifest of a step: the kept rows in training order, and everything they depend on.
 
-A published manifest is one canonical JSON file `{"id": ..., "manifest": {...}}`; the id is the
-SHA-256 of the manifest value's canonical bytes: UTF-8, keys sorted, no blanks, floats as the text
-that Python's `repr` gives. rollsift's own version stays outside.
+A published manifest is one canonical JSON file `{"id": ..., "manifest": {...}, "tables": {...}}`;
+the id is the SHA-256 of the manifest value's canonical bytes: UTF-8, keys sorted, no blanks, floats
+as the text that Python's `repr` gives. rollsift's own version stays outside, and so do the digests
+of the step's tables: Parquet's bytes differ by the library that wrote them, ids must not.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from .errors import CheckError
+from .errors import RESTORE, CheckError
 
 FORMAT = 1
+UNDECODABLE = (msgspec.DecodeError, RecursionError)  # the second where it is nested too deeply
 
 
 class Source(Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,7 +66,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     previous: str | None
     recipe: dict[str, Any]
-    sources: list[Source]
+    sources: Annotated[list[Source], Meta(min_length=1)]
     length_unit: str | None
     reward_field: str | None
     field_types: dict[str, str]
@@ -77,37 +79,62 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     group_tokens: list[int]
 
 
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Tables(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """SHA-256 of the bytes of each of the step's tables; `bad_records` only where there are any."""
+
+    rollouts: Digest
+    groups: Digest
+    bad_records: Digest | None = None
+
+
 class _Published(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     manifest: msgspec.Raw
+    tables: Tables
+
+
+def other_format(version: object) -> str:
+    """What to do about a file of another format."""
+    return (
+        f"format {version!r}; this rollsift reads format {FORMAT}. Read it with the version that "
+        "wrote it, or filter into a new folder"
+    )
 
 
 def encode(manifest: Manifest) -> tuple[str, bytes]:
-    """-> (id, bytes of the published file)."""
+    """-> (id, the manifest's canonical bytes)."""
     value = msgspec.json.encode(manifest, order="sorted")
-    digest = hashlib.sha256(value).hexdigest()
-    return digest, b'{"id":"' + digest.encode() + b'","manifest":' + value + b"}\n"
+    return hashlib.sha256(value).hexdigest(), value
 
 
-def decode(data: bytes, name: str) -> tuple[str, Manifest]:
-    """Read a published file; -> (id, manifest).
+def as_file(manifest: Manifest, tables: Tables) -> bytes:
+    """The bytes of the published file."""
+    id_, value = encode(manifest)
+    file = _Published(id_, msgspec.Raw(value), tables)
+    return msgspec.json.encode(file, order="sorted") + b"\n"
+
+
+def decode(data: bytes, name: str) -> tuple[str, Manifest, Tables]:
+    """Read a published file; -> (id, manifest, digests of its tables).
 
     Raises CheckError naming the file where it is not whole, not canonical, of another format, or
     not what its id says.
     """
     try:
-        published = msgspec.json.decode(data, type=_Published)
-        value = bytes(published.manifest)
+        file = msgspec.json.decode(data, type=_Published)
+        value = bytes(file.manifest)
         version = msgspec.json.decode(value, type=dict[str, Any]).get("format")
         if version != FORMAT:
-            raise CheckError(
-                f"{name}: manifest format {version!r}; this rollsift reads format {FORMAT}. "
-                "Read it with the version that wrote it, or filter into a new folder"
-            )
+            raise CheckError(f"{name}: {other_format(version)}")
         manifest = msgspec.json.decode(value, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise CheckError(f"{name}: not a whole manifest ({error})") from None
+    except UNDECODABLE as error:
+        raise CheckError(f"{name}: not a whole manifest ({error}); {RESTORE}") from None
     found = hashlib.sha256(value).hexdigest()
-    if found != published.id or encode(manifest)[1] != data:
-        raise CheckError(f"{name}: content has id {found}, the file says {published.id}")
-    return published.id, manifest
+    if found != file.id:
+        raise CheckError(f"{name}: content has id {found}, the file says {file.id}; {RESTORE}")
+    if as_file(manifest, file.tables) != data:
+        raise CheckError(f"{name}: not in canonical form; {RESTORE}")
+    return file.id, manifest, file.tables

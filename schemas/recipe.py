@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -114,10 +115,11 @@ def resolve(values: dict[str, Any]) -> Recipe:
         recipe = msgspec.convert(values, Recipe, strict=False)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$.")
-        key = path.rstrip("`").replace("[...]", "") or "recipe"
-        if key == "k":
-            what = "expected a whole number from 1 to 2147483647, or one for each of four buckets"
-        raise RecipeError(f"{key}: {what}; found {_found(values, key)}") from None
+        if not path:
+            raise RecipeError(f"recipe: {what}") from None
+        key = path.rstrip("`").replace("[...]", "")
+        message = f"{key}: found {_found(values, key)}, expected {_expected(key)}"
+        raise RecipeError(message) from None
     for key in ("min_mean", "max_mean"):
         bound = getattr(recipe, key)
         if bound is not None and not math.isfinite(bound):
@@ -142,6 +144,35 @@ def _found(values: Any, key: str) -> str:
     for part in key.split("."):
         values = values.get(part) if isinstance(values, dict) else values
     return repr(values)
+
+
+def _expected(key: str) -> str:
+    """What may stand under a key, for a person."""
+    type_: Any = msgspec.inspect.type_info(Recipe)
+    for part in key.split("."):
+        struct = next(t for t in _options(type_) if isinstance(t, msgspec.inspect.StructType))
+        type_ = next(field.type for field in struct.fields if field.name == part)
+    return " or ".join(map(_in_words, _options(type_)))
+
+
+def _options(type_: Any) -> Sequence[Any]:
+    type_ = getattr(type_, "type", type_)  # which stands beside its description
+    return getattr(type_, "types", (type_,))
+
+
+def _in_words(type_: Any) -> str:
+    match type_:
+        case msgspec.inspect.LiteralType():
+            return " or ".join(map(str, type_.values))
+        case msgspec.inspect.IntType():
+            least, most = type_.ge, type_.le
+            span = f"of {least} or more" if most is None else f"from {least} to {most}"
+            return f"a whole number {span}"
+        case msgspec.inspect.StructType():
+            return f"the keys {', '.join(field.name for field in type_.fields)}"
+        case msgspec.inspect.NoneType():
+            return "null"
+    return "a number" if isinstance(type_, msgspec.inspect.FloatType) else "text"
 
 
 def plain(recipe: Recipe) -> dict[str, Any]:

@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 import tty
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rollsift.jobs.main import main
@@ -27,6 +30,7 @@ STEERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069]"
 )
 HOSTILE = "\x1b]0;owned\x07\r\x9b2J\u202eabc\u2066\x7f\u2028"
+LINE = f"{HOSTILE}\nrollsift: all is well"
 
 
 class Done(NamedTuple):
@@ -148,9 +152,13 @@ def test_a_run_that_was_there_is_left_as_it_was(
 WRONG: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "recipe": (("-r", "gfpo-shortset"), ["gfpo-shortset", "gfpo-shortest"]),
     "key": (("-s", "metrik=reward"), ["metrik", "metric"]),
-    "word": (("-s", "no_signal=dorp"), ["no_signal", "dorp"]),
-    "number": (("-s", "k=0"), ["k", "0", "from 1"]),
-    "no number": (("-s", "min_length=short"), ["min_length", "'short'"]),
+    "word": (("-s", "no_signal=dorp"), ["no_signal: found 'dorp', expected drop or keep"]),
+    "words": (("-s", "incomplete=throw"), ["found 'throw', expected drop or error or keep"]),
+    "number": (("-s", "k=0"), ["k: found '0', expected a whole number from 1 to "]),
+    "no number": (("-s", "min_length=short"), ["found 'short', expected a whole number of 0 or"]),
+    "no bound": (("-s", "min_mean=low"), ["min_mean: found 'low', expected a number or null"]),
+    "inner": (("-s", "difficulty.ties=odd"), ["difficulty.ties: found 'odd', expected midrank or"]),
+    "outer": (("-s", "difficulty=hard"), ["found 'hard', expected the keys of, scope, quantiles"]),
     "no value": (("-s", "k"), ["k", "key=value"]),
     "expression": (("-s", "metric=length("), ["metric", "length("]),
     "aggregate": (("-s", "metric=max(reward)"), ["metric", "max", "one row"]),
@@ -196,15 +204,19 @@ def test_paths_that_hold_no_log(tmp_path: Path, rollsift: Callable[..., Done]) -
 
 
 def test_an_output_that_is_no_run_folder(tmp_path: Path, rollsift: Callable[..., Done]) -> None:
-    """A file, or a folder with somebody's files, is refused as usage and stays as it was."""
+    """A file, what would lie in one, or a folder with somebody's files, is refused as usage and
+    stays as it was; a file is no run to be asked."""
     _good(tmp_path / "logs")
     (tmp_path / "file").write_text("mine")
     _log(tmp_path / "taken" / "thesis.txt", "mine")
-    for path, word in {"file": "file", "taken": "thesis.txt"}.items():
+    refused = dict.fromkeys(["file", "file/x", "file/x/y"], "file is a file, no folder")
+    for path, word in {**refused, "taken": "thesis.txt"}.items():
         done = rollsift(*FILTER, "-o", path)
         assert (done.status, done.out) == (2, "")
         assert word in done.err
         assert "choose another -o" in done.err
+    asked = rollsift("sql", "file", "SELECT 1")
+    assert (asked.status, asked.err[:28]) == (2, "rollsift: file: no run here;")
     assert (tmp_path / "file").read_text() == "mine"
     assert os.listdir(tmp_path / "taken") == ["thesis.txt"]
 
@@ -214,7 +226,8 @@ def test_an_output_that_is_no_run_folder(tmp_path: Path, rollsift: Callable[...,
     [
         ("SELEC 1", "SELEC"),
         ("SELECT rewrad FROM rollouts", "rewrad"),
-        ("SELECT * FROM rolouts", "rolouts"),
+        ("SELECT * FROM rolouts", 'Did you mean "rollouts"?'),
+        ("SELECT * FROM bad_recods", 'Did you mean "bad_records"?'),
         ("SELECT 1; SELECT 2", "one SELECT"),
         ("DROP TABLE rollouts", "only read"),
         ("", "one SELECT"),
@@ -246,12 +259,11 @@ def test_a_damaged_manifest_fails_the_check(tmp_path: Path, rollsift: Callable[.
 
 def _hostile(folder: Path) -> None:
     records = [
-        _record(output=HOSTILE * n, uid=HOSTILE, score=n)
-        | {f"{HOSTILE}\nrollsift: all is well": HOSTILE, HOSTILE: n}
+        _record(output=HOSTILE * n, uid=HOSTILE, score=n) | {LINE: HOSTILE, HOSTILE: n}
         for n in range(4)
     ]
     _log(folder / "1.jsonl", *records)
-    (folder / f"{HOSTILE}\nrollsift: all is well").touch()
+    (folder / LINE).touch()
 
 
 def _on_terminal(folder: Path, *arguments: str) -> str:
@@ -289,7 +301,12 @@ def test_no_log_steers_a_terminal(tmp_path: Path, rollsift: Callable[..., Done])
     [
         ("filter", "bad", "-r", "gfpo-shortest", "-o", "run"),
         ("filter", "other", "-r", "gfpo-shortest", "-o", "run"),
-        ("filter", f"no{HOSTILE}", "-r", "gfpo-shortest", "-o", "run"),
+        ("filter", "other", "-r", "gfpo-shortest", "-s", "length=x", "-o", "run"),
+        ("filter", f"no{LINE}", "-r", "gfpo-shortest", "-o", "run"),
+        ("filter", f"bad/{LINE}", "-r", "gfpo-shortest", "-o", "run"),
+        ("filter", f"bad/{LINE}.gz", "-r", "gfpo-shortest", "-o", "run"),
+        ("filter", "bad/1.jsonl", f"{LINE}/1.jsonl", "-r", "gfpo-shortest", "-o", "run"),
+        ("sql", "good", "SELECT error(prompt) FROM rollouts WHERE prompt <> 'q'"),
         ("filter", "bad", "-r", f"gfpo{HOSTILE}", "-o", "run"),
         ("filter", "bad", "-r", "gfpo-shortest", "-s", f"k{HOSTILE}=1", "-o", "run"),
         ("filter", "bad", "-r", "gfpo-shortest", "-s", f"metric={HOSTILE}", "-o", "run"),
@@ -303,19 +320,24 @@ def test_no_log_steers_a_terminal(tmp_path: Path, rollsift: Callable[..., Done])
 def test_no_message_steers_a_terminal(
     tmp_path: Path, rollsift: Callable[..., Done], arguments: tuple[str, ...]
 ) -> None:
-    """What a message repeats of a log, a path, an option or SQL is shown as escapes."""
-    _good(tmp_path / "logs")
+    """What a message repeats of a log, a path, an option or SQL is shown as escapes, and begins no
+    line of its own."""
+    _log(tmp_path / "logs" / "1.jsonl", _record(), _record(input=LINE))
     rollsift(*FILTER, "-o", "good")
+    _log(tmp_path / LINE / "1.jsonl", "{")
+    _log(tmp_path / "bad" / LINE, _record(step=3), "{")
+    (tmp_path / "bad" / f"{LINE}.gz").touch()
     _log(tmp_path / "bad" / "1.jsonl", _record(uid=HOSTILE) | {HOSTILE: 1}, _record(uid=None))
     twice = json.dumps(HOSTILE)
     _log(
         tmp_path / "bad" / "2.jsonl", f"{{{twice}: 1, {twice}: 2}}", _record(step=2, score=HOSTILE)
     )
-    _log(tmp_path / "other" / "1.jsonl", {"step": 1, "output": "", HOSTILE: 1})
+    _log(tmp_path / "other" / "1.jsonl", {"step": 1, "output": "", HOSTILE: 1, LINE: 1})
     shown = _on_terminal(tmp_path, *arguments)
     # click's own bar hides the cursor and goes back to the line's start.
     shown = re.sub("\x1b\\[\\?25[lh]|\r[^\r\n]*\x1b\\[K|\r", "", shown)
     assert STEERS.findall(shown) == []
+    assert not re.search("^rollsift: all is well", shown, re.M)
     assert "owned" in shown
 
 
@@ -409,16 +431,79 @@ def test_ctrl_c_leaves_whole_steps_or_none(
     assert done.out.splitlines()[1] == "30,60000"
 
 
-def test_an_interrupted_query_is_interrupted(
-    tmp_path: Path, rollsift: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+HOURS = "FROM range(10000000) a, range(10000000) b WHERE xor(hash(a.range), hash(b.range)) = 7"
+
+
+@pytest.mark.parametrize("shown", ["count(*)", "a.range"])
+def test_a_query_of_hours_is_stopped_at_once(
+    tmp_path: Path, rollsift: Callable[..., Done], shown: str
 ) -> None:
-    """What DuckDB raises for Ctrl-C in the middle of a query is 130 and one word, too."""
+    """Ctrl-C ends it with 130 and one word, `--timeout` with 1 and what to do, while the first row
+    is made as while later ones are; a bound of 0 is usage."""
     _good(tmp_path / "logs")
     rollsift(*FILTER)
-
-    def interrupted(*_: Any) -> None:
-        raise RuntimeError("Query interrupted")
-
-    monkeypatch.setattr("rollsift.jobs.sql.query", interrupted)
-    done = rollsift("sql", "run", "SELECT 1")
+    began = time.monotonic()
+    done = rollsift("sql", "run", f"SELECT {shown} {HOURS}", "--timeout", "0.5")
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("rollsift: SQL: not done within 0.5 s; ")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
+    ctrl_c = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    ctrl_c.start()
+    done = rollsift("sql", "run", f"SELECT {shown} {HOURS}")
+    signal.signal(signal.SIGINT, before)
     assert (done.status, done.out, done.err.strip()) == (130, "", "interrupted")
+    assert time.monotonic() - began < 20
+    assert rollsift("sql", "run", "SELECT 1", "--timeout", "0").status == 2
+
+
+def _parquet(path: Path) -> None:
+    path.parent.mkdir()
+    rows = {"uid": ["a"] * 9, "step": [1] * 9, "score": [1.0] * 9, "output": list("abcdefghi")}
+    pq.write_table(pa.table(rows), path, compression="none", use_dictionary=False)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_log_that_was_damaged_since_is_named(
+    tmp_path: Path, rollsift: Callable[..., Done], cut: bool
+) -> None:
+    """SQL that needs the text of a Parquet log that is cut, or whose text is none any more, ends
+    with 3 and the log's path; SQL that does not is answered."""
+    log = tmp_path / "logs" / "1.parquet"
+    _parquet(log)
+    rollsift(*FILTER)
+    whole = log.read_bytes()
+    text = b"".join(b"\x01\0\0\0" + bytes([letter]) for letter in b"abcdefghi")
+    assert whole.count(text) == 1
+    log.write_bytes(whole[:-9] if cut else whole.replace(text, b"\xff" * len(text)))
+    done = rollsift("sql", "run", "SELECT response FROM rollouts")
+    assert (done.status, done.out) == (3, "")
+    assert done.err.startswith(f"rollsift: {log}: cannot be read as Parquet: ")
+    assert (
+        rollsift("sql", "run", "SELECT count(*) FROM rollouts", "-f", "csv").out
+        == "count_star()\n9\n"
+    )
+
+
+@pytest.mark.parametrize("table", ["rollouts", "groups"])
+def test_a_damaged_table_is_named(
+    tmp_path: Path, rollsift: Callable[..., Done], table: str
+) -> None:
+    """SQL over a table of the run that is cut, or gone, ends with 4, its path and what to do."""
+    _good(tmp_path / "logs")
+    rollsift(*FILTER)
+    path = tmp_path / "run" / table / "000001.v1.parquet"
+    for damage in (lambda: path.write_bytes(path.read_bytes()[:-30]), path.unlink):
+        damage()
+        done = rollsift("sql", "run", f"SELECT * FROM {table}")
+        assert (done.status, done.out) == (4, "")
+        assert done.err.startswith(f"rollsift: run/{table}/000001.v1.parquet: cannot be read")
+        assert "`rollsift verify run`" in done.err
+
+
+def test_a_plot_is_drawn_though_nobody_reads_the_table(tmp_path: Path) -> None:
+    """Where the reader of sweep's table has gone, its drawing is there."""
+    _good(tmp_path / "logs")
+    sweep = "rollsift sweep logs -r gfpo-shortest --grid k=1,2 --plot it.html"
+    done = _shell(tmp_path, f"{{ sleep 0.2; {sweep}; echo $? >&3; }} 3>&1 > >(exec true)")
+    assert done.stdout == "0\n"
+    assert "k=2" in (tmp_path / "it.html").read_text()

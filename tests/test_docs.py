@@ -234,6 +234,7 @@ def test_every_field_of_a_manifest_is_told() -> None:
         (manifest.Source, "sources."),
         (manifest.Thresholds, "thresholds."),
         (manifest.Counts, "counts."),
+        (manifest.Tables, "tables."),
     ):
         assert {prefix + name for name in struct.__struct_fields__} <= words
 

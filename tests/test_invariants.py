@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollsift.pipeline.batch import Outcome, filter_logs
+from rollsift.pipeline.carried import Carried
 from rollsift.pipeline.difficulty import Thresholds
 from rollsift.pipeline.judge import judge, measure
-from rollsift.pipeline.load import Carried, load
+from rollsift.pipeline.load import load
 from rollsift.pipeline.readers import jsonl, parquet
 from rollsift.pipeline.score import rules
 from rollsift.pipeline.sources import discover

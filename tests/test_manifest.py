@@ -8,7 +8,17 @@ import json
 import pytest
 
 from rollsift.schemas.errors import CheckError
-from rollsift.schemas.manifest import FORMAT, Counts, Manifest, Source, Thresholds, decode, encode
+from rollsift.schemas.manifest import (
+    FORMAT,
+    Counts,
+    Manifest,
+    Source,
+    Tables,
+    Thresholds,
+    as_file,
+    decode,
+    encode,
+)
 
 # Format 1, written by hand from the description in DESIGN's words; never from encode().
 GOLDEN = (
@@ -38,30 +48,66 @@ MANIFEST = Manifest(
 )
 
 
-def published(value: str) -> bytes:
+DIGESTS = {"groups": "0f" * 32, "rollouts": "9a" * 32}
+BAD_RECORDS = {"bad_records": "5c" * 32}
+
+
+def published(value: str, digests: dict[str, str] = DIGESTS) -> bytes:
     """The file that holds a manifest value, its id computed here."""
     digest = hashlib.sha256(value.encode()).hexdigest()
-    return f'{{"id":"{digest}","manifest":{value}}}\n'.encode()
+    tables = ",".join(f'"{name}":"{digests[name]}"' for name in sorted(digests))
+    return f'{{"id":"{digest}","manifest":{value},"tables":{{{tables}}}}}\n'.encode()
 
 
-def test_the_golden_manifest_of_format_1_stays_readable() -> None:
+@pytest.mark.parametrize("digests", [DIGESTS, DIGESTS | BAD_RECORDS])
+def test_the_golden_manifest_of_format_1_stays_readable(digests: dict[str, str]) -> None:
     """A manifest of format 1 reads as what it says, and is written again byte for byte."""
     assert FORMAT == 1
-    id_, manifest = decode(published(GOLDEN), "7.json")
-    assert manifest == MANIFEST
+    id_, manifest, tables = decode(published(GOLDEN, digests), "7.json")
+    assert (manifest, tables) == (MANIFEST, Tables(**digests))
     assert id_ == hashlib.sha256(GOLDEN.encode()).hexdigest()
-    assert encode(MANIFEST) == (id_, published(GOLDEN))
+    assert encode(MANIFEST) == (id_, GOLDEN.encode())
+    assert as_file(MANIFEST, Tables(**digests)) == published(GOLDEN, digests)
 
 
 def test_any_flipped_bit_is_caught() -> None:
-    """No single flipped bit of a published manifest goes unseen."""
+    """A single flipped bit of a published manifest is refused, or makes another digest of a table,
+    which then is not the table's."""
     data = published(GOLDEN)
+    others = 0
     for place in range(len(data)):
         for bit in range(8):
             flipped = bytearray(data)
             flipped[place] ^= 1 << bit
-            with pytest.raises(CheckError, match=r"7\.json"):
-                decode(bytes(flipped), "7.json")
+            try:
+                _, manifest, tables = decode(bytes(flipped), "7.json")
+            except CheckError as error:
+                assert "7.json" in str(error)  # noqa: PT017
+            else:
+                assert manifest == MANIFEST
+                assert tables != Tables(**DIGESTS)
+                others += 1
+                assert place > data.index(b'"tables"')
+    assert 0 < others < 2 * 64 * 8
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        "",
+        ',"tables":{}',
+        ',"tables":null',
+        f',"tables":{{"groups":"{"0f" * 32}"}}',
+        f',"tables":{{"bad_records":null,"groups":"{"0f" * 32}","rollouts":"{"9a" * 32}"}}',
+        f',"tables":{{"groups":"{"0F" * 32}","rollouts":"{"9a" * 32}"}}',
+        f',"tables":{{"groups":"{"0f" * 32}","other":"{"0f" * 32}","rollouts":"{"9a" * 32}"}}',
+    ],
+)
+def test_digests_of_the_tables_must_be_there(tables: str) -> None:
+    """A file without the digests of its tables, or with others than theirs, is refused by name."""
+    digest = hashlib.sha256(GOLDEN.encode()).hexdigest()
+    with pytest.raises(CheckError, match=r"7\.json"):
+        decode(f'{{"id":"{digest}","manifest":{GOLDEN}{tables}}}\n'.encode(), "7.json")
 
 
 @pytest.mark.parametrize("change", [{"format": 2}, {"surprise": 1}, {"row": "0"}])

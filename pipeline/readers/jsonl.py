@@ -29,6 +29,7 @@ CHUNK = 16 << 20  # bytes of records in a chunk
 MAX_RECORD = 64 << 20  # bytes of one record: a response of millions of tokens
 MAX_RATIO, RATIO_FROM = 500, 256 << 20  # rollouts compress 3 to 30 times; bombs 1,000 and more
 MAX_DEPTH = 64
+NUL_IN_NAME = "its name holds NUL, which no table can store; rename it"
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 _MAGIC: dict[bytes, Literal["gzip", "zstd"]] = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}
@@ -251,6 +252,8 @@ def _record(data: bytes, start: int) -> dict[str, Any]:
         raise _Unusable(f"byte {start}: {_TOO_DEEP}")
     if b"\\ud" in data or b"\\uD" in data:
         _check_surrogates(value, start)
+    if b"\\u0000" in data and (name := next((name for name in value if "\0" in name), None)):
+        raise _Unusable(f"byte {start}: {NUL_IN_NAME}", name)
     return value
 
 

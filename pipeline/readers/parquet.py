@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ import pyarrow.parquet as pq
 from rollsift.schemas.errors import BadRecord
 
 from . import Chunk, Chunks
+from .jsonl import NUL_IN_NAME
 
 LIGHT_ROWS, HEAVY_ROWS = 1 << 17, 1 << 13  # rows a batch without and with lists or long text
+FIRST_ROWS = 1 << 10  # rows looked at together for a first value
 BATCH = 256 << 20  # bytes that a batch should hold, by the footer
 MAX_BATCH = 2 << 30  # bytes of text that a batch may expand to
 MAX_LIST = 1 << 24  # values in the lists of a row, on average over a row group
@@ -31,6 +33,8 @@ MAX_LIST = 1 << 24  # values in the lists of a row, on average over a row group
 MAX_RATIO, RATIO_FROM = 500, 1 << 26
 VALUE = 8  # bytes of a list's value
 BLOCK = 4 << 20  # bytes hashed at a time
+# What Python's datetime can hold, in days from 1970, and DuckDB's interval; the seconds of a day.
+YEARS, DAYS, DAY = (-719_162, 2_932_896), 106_751_990, 86_400
 
 
 # What pyarrow and Polars raise for broken bytes and for types that they do not know.
@@ -55,7 +59,7 @@ def first(path: Path, column: str) -> Any:
     """The column's first value that is not null, None where there is none."""
     try:
         with pq.ParquetFile(path, read_dictionary=[column]) as file:
-            for batch in file.iter_batches(LIGHT_ROWS, columns=[column]):
+            for batch in file.iter_batches(FIRST_ROWS, columns=[column]):
                 if len(known := batch.column(0).drop_null()):
                     return known[0].as_py()
     except (*UNREADABLE, LookupError):  # the last where there is no such column
@@ -108,6 +112,8 @@ class Reader:
             reason = None
             if field.name in found:
                 reason = "two columns have this name; rename one"
+            elif "\0" in field.name:
+                reason = NUL_IN_NAME
             elif twin := lower.get(field.name.lower()):
                 reason = f"SQL cannot tell it from {twin!r}, for it does not see case; rename one"
             elif kind != "null" and not _agrees(kind, kinds.get(field.name)):
@@ -135,9 +141,8 @@ class Reader:
             yield Chunk(*_nothing(), kinds)
             at_a_time = _batch_rows(file.metadata, columns, heavy, most)
             for batch in _slices(reader.iter_batches(at_a_time, columns=columns), texts):
-                for name in heavy:
-                    batch.column(name).validate(full=True)  # Polars would panic at bad text
-                bad = self._not_text(batch, texts, start)
+                batch = _in_known_types(batch, columns, texts)
+                bad = self._not_text(batch, texts, start) | self._odd_times(batch, start)
                 places = pl.DataFrame(
                     {
                         "source_row": pl.int_range(start, start + len(batch), eager=True),
@@ -150,7 +155,7 @@ class Reader:
                 if bad:
                     good = ~places["source_row"].is_in(list(bad))
                     batch, places = batch.filter(good.to_arrow()), places.filter(good)
-                rows = pl.DataFrame({name: _series(name, batch.column(name)) for name in columns})
+                rows = pl.DataFrame([_series(name, batch.column(name)) for name in columns])
                 yield Chunk(places, rows, kinds, list(bad.values()))
             if start != file.metadata.num_rows:
                 raise ValueError(f"its footer says {file.metadata.num_rows} rows, it holds {start}")
@@ -172,6 +177,14 @@ class Reader:
                         bad.setdefault(row, BadRecord(self.file, row, None, name, reason))
         return bad
 
+    def _odd_times(self, batch: pa.RecordBatch, start: int) -> dict[int, BadRecord]:
+        """Rows that hold a date or duration beyond those that Python has."""
+        return {
+            start + index: BadRecord(self.file, start + index, None, name, reason)
+            for name, array in zip(batch.schema.names, batch.columns, strict=True)
+            for index, reason in _why_no_time(array).items()
+        }
+
 
 def _as_bytes(array: Any) -> Any:
     if pa.types.is_dictionary(array.type):
@@ -185,6 +198,39 @@ def _why_not_text(value: bytes | None) -> str | None:
     except UnicodeDecodeError as error:
         return f"byte {error.start} of the text: 0x{error.object[error.start]:02x} is not UTF-8"
     return None
+
+
+def _why_no_time(array: Any) -> dict[int, str]:
+    """Why values hold a date or duration that Python cannot show, by their place."""
+    type_ = array.type
+    if pa.types.is_struct(type_):
+        inner = [_why_no_time(field) for field in array.flatten()]
+        return {at: reason for found in inner for at, reason in found.items()}
+    if pa.types.is_nested(type_):
+        found = _why_no_time(array.flatten())
+        rows = pc.list_parent_indices(array) if found else []
+        return {rows[at].as_py(): reason for at, reason in found.items()}
+    if not pa.types.is_temporal(type_) or pa.types.is_time(type_):  # validated
+        return {}
+    least, most, expected = _times(type_)
+    values = array.view(pa.int32() if type_.bit_width == 32 else pa.int64())
+    odd: Any = pc.or_(pc.less(values, least), pc.greater(values, most))  # type: ignore[call-overload]  # numbers, too
+    return {
+        at: f"found {values[at]} as {type_}, expected {expected}"
+        for at in pc.indices_nonzero(odd).to_pylist()
+    }
+
+
+def _times(type_: Any) -> tuple[int, int, str]:
+    """The least and the most of such a type that Python has, and what this is in words."""
+    ticks = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+    day = 1 if pa.types.is_date32(type_) else DAY * ticks[getattr(type_, "unit", "ms")]
+    first, last, expected = *YEARS, "a time in the years 1 to 9999"
+    if pa.types.is_duration(type_):
+        first, last, expected = -DAYS, DAYS, f"at most {DAYS:,} days"
+    elif getattr(type_, "tz", None):  # which may be hours from UTC
+        first, last = first + 1, last - 1
+    return max(first * day, -(1 << 63)), min((last + 1) * day, 1 << 63) - 1, expected
 
 
 def _nothing() -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -260,12 +306,14 @@ class _NoPages(io.RawIOBase):
 def _check_footer(metadata: pq.FileMetaData) -> None:
     """Let pyarrow look at every column chunk's metadata by a way on which it raises: asked for one
     that contradicts the schema, it would abort the process."""
-    if metadata.num_rows and metadata.num_columns:
-        pages: Any = _NoPages()
-        groups = list(range(metadata.num_row_groups))
-        file = pq.ParquetFile(pages, metadata=metadata, buffer_size=1 << 12, pre_buffer=True)
-        with file, contextlib.suppress(_Reached):
-            next(file.iter_batches(1, row_groups=groups))
+    if not (metadata.num_rows and metadata.num_columns):
+        return
+    pages: Any = _NoPages()
+    # With pre_buffer one call would do for all groups, but what it buffers is never freed.
+    with pq.ParquetFile(pages, metadata=metadata, buffer_size=1 << 12, pre_buffer=False) as file:
+        for group in range(metadata.num_row_groups):
+            with contextlib.suppress(_Reached):
+                next(file.iter_batches(1, [group], use_threads=False), None)
 
 
 def _check_rows(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
@@ -322,31 +370,58 @@ def _slices(batches: Iterable[pa.RecordBatch], texts: Sequence[str]) -> Iterator
         yield from (batch.slice(start, step) for start in range(0, len(batch), max(1, step)))
 
 
+def _in_known_types(
+    batch: pa.RecordBatch, names: Sequence[str], texts: Sequence[str]
+) -> pa.RecordBatch:
+    """The columns as Polars knows them, but text as it was read."""
+    arrays: list[Any] = []
+    for name in names:
+        array: Any = batch.column(name)
+        if name not in texts:
+            _validate(name, array)  # Polars would panic at bad text in it
+            array = _known(array)
+        arrays.append(array)
+    return pa.RecordBatch.from_arrays(arrays, list(names))
+
+
+def _validate(name: str, array: Any) -> None:
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"column {name}: {error}") from None
+
+
 def _series(name: str, array: Any) -> pl.Series:
     if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
-    elif (known := _known(array.type)) != array.type:
-        array = array.cast(known)
+        values = pl.Series(name, pl.from_arrow(array.dictionary))
+        return values.gather(pl.Series(pl.from_arrow(array.indices)))
     return pl.Series(name, pl.from_arrow(array))
 
 
-def _known(type_: Any) -> Any:
-    """The type that Polars knows for one that it does not: other lists, half floats, decimals of
-    256 bits, maps."""
+def _known(array: Any) -> Any:
+    """An array in types that Polars knows: not half floats, decimals of 256 bits, maps, extensions,
+    dictionaries, other lists (which pyarrow's own cast breaks: it leaves out the last offset)."""
+    type_ = array.type
+    if isinstance(type_, pa.BaseExtensionType):
+        return _known(array.storage)
+    if pa.types.is_dictionary(type_):
+        return _known(array.dictionary_decode())
     if pa.types.is_float16(type_):
-        return pa.float32()
+        return array.cast(pa.float32())
     if pa.types.is_decimal256(type_):
-        return pa.float64()
+        return array.cast(pa.float64())
+    if not pa.types.is_nested(type_):
+        return array
+    gone = array.is_null() if array.null_count else None
     if isinstance(type_, pa.MapType):
-        pair = [("key", _known(type_.key_type)), ("value", _known(type_.item_type))]
-        return pa.list_(pa.struct(pair))
-    if isinstance(type_, pa.LargeListType | pa.LargeListViewType):
-        return pa.large_list(_known(type_.value_type))
-    if isinstance(type_, pa.ListType | pa.ListViewType | pa.FixedSizeListType):
-        return pa.list_(_known(type_.value_type))
-    if isinstance(type_, pa.StructType):
-        return pa.struct([field.with_type(_known(field.type)) for field in type_])
-    return type_
+        pair = pa.struct([("key", type_.key_type), ("value", type_.item_type)])
+        return _known(array.cast(pa.list_(pair)))
+    if pa.types.is_struct(type_):
+        fields = [_known(field) for field in array.flatten()]
+        return pa.StructArray.from_arrays(fields, [field.name for field in type_], mask=gone)
+    ends = pc.cumulative_sum(pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64()))
+    offsets = pa.concat_arrays([pa.array([0], pa.int64()), ends])
+    return pa.LargeListArray.from_arrays(offsets, _known(array.flatten()), mask=gone)
 
 
 def check_text(name: str, array: Any) -> int:
@@ -365,6 +440,20 @@ def _expanded(array: Any) -> int:
         return 0
     inner = array.flatten() if pa.types.is_struct(array.type) else [array.values]
     return sum(map(_expanded, inner))
+
+
+def damage(path: Path, names: Collection[str] | None = None) -> str:
+    """Why a file's columns, all or those of `names`, cannot be read; empty where they can."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_footer(file.metadata)
+            columns = [name for name in file.schema_arrow.names if names is None or name in names]
+            for batch in file.iter_batches(FIRST_ROWS, columns=columns):
+                for name, array in zip(columns, batch.columns, strict=True):
+                    _validate(name, array)
+    except UNREADABLE as error:
+        return f"cannot be read as Parquet: {_first_line(error)}"
+    return ""
 
 
 def digest(path: Path, metadata: pq.FileMetaData, columns: Sequence[str]) -> str:

@@ -47,8 +47,6 @@ def check_message(text: str) -> None:
 
 def outcome(kind: str, keys: dict[str, Any], folder: Path, out: Path, skip_bad: bool) -> str:
     """The ids of what was published, or the message of why nothing was."""
-    import duckdb
-
     from rollsift.jobs.output import printable
     from rollsift.pipeline.aids import Aids
     from rollsift.pipeline.batch import filter_logs
@@ -79,7 +77,8 @@ def outcome(kind: str, keys: dict[str, Any], folder: Path, out: Path, skip_bad: 
         raise Find(f"rows do not add up: {counts}")
     try:
         rows = query(Run(out), "SELECT * FROM rollouts").fetchall()
-    except (UsageError, duckdb.Error):
+    except (UsageError, InputError) as error:
+        check_message(printable(error.text()))
         if kind not in ("parquet", "trl"):
             raise
         return "its own columns cannot be read"  # which the filter has not looked at

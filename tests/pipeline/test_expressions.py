@@ -335,6 +335,23 @@ def test_columns_are_those_that_are_read(text, columns, bare):
     assert (expression.columns, expression.bare) == (columns, bare)
 
 
+@pytest.mark.parametrize(
+    ("text", "operands"),
+    [
+        ("(Acc)", {"Acc"}),
+        ("-a + B * c / d // e % f ** g ^ h - 1", set("aBcdefgh")),
+        ("a || b", set()),
+        ("a > 1 AND b BETWEEN c AND d", set()),
+        ("a.b * c::INT + length(d) + coalesce(e, 0)", set()),
+        ("length(a * b)", {"a", "b"}),
+        ("list_transform(l, lambda m: m * n)", {"n"}),
+    ],
+)
+def test_operands_are_the_columns_beside_signs_of_arithmetic(text, operands):
+    """A column that is calculated with as it stands is one, and a lone one, but none in a call."""
+    assert parse(text, "metric").operands == operands
+
+
 def test_names_are_found_as_in_sql():
     """Case is ignored for ASCII letters; unknown and ambiguous names are errors that help."""
     known = ["Acc", "response_length", "É"]

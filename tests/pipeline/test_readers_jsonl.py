@@ -726,6 +726,65 @@ def test_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
         assert [bad.source_row for bad in read(tmp_path, bytes(broken)).bad] == [None]
 
 
+# --- what no table can store, no group take -----------------------------------------------------
+
+
+def test_a_name_that_holds_nul_is_refused(sift: Callable[..., Filtered]) -> None:
+    """No table can hold such a column: its record is bad; deeper down, or in a value, it is
+    text."""
+    data = log(record(), one(r"a\u0000b", "1"), one("x", r'{"a\u0000b": "\u0000"}'))
+    assert len(log(record())) == 82
+    with pytest.raises(InputError, match=r"^$") as caught:
+        sift({"1.jsonl": data})
+    reason = "byte 82: its name holds NUL, which no table can store; rename it"
+    assert list(map(str, caught.value.bad)) == [f"1.jsonl, line 2, field 'a\\x00b': {reason}"]
+    found = sift({"1.jsonl": data}, skip_bad=True)
+    assert found.ask("SELECT source_row, x->>'$.*' FROM rollouts WHERE x IS NOT NULL") == [
+        (2, ["\0"])
+    ]
+
+
+def test_a_step_of_which_no_row_is_left_is_a_step(sift: Callable[..., Filtered]) -> None:
+    """Where the one row that can be read has no group, all of the step's rows are bad records."""
+    files = {"1.jsonl": log(record(n=1)), "2.jsonl": log({}, record(step=2, n="x"))}
+    found = sift(files, skip_bad=True)
+    counts = found.ask("SELECT step, rows, kept, dropped, bad_records FROM steps")
+    assert counts == [(1, 1, 1, 0, 0), (2, 2, 0, 0, 2)]
+    assert found.ask("SELECT step, n FROM rollouts") == [(1, 1)]
+
+
+# --- numbers, and what could be one --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", ["m", "m * 1", "-m * -1", "m % 100", "0 + m / 1", "+m ** 1"])
+def test_a_field_that_a_metric_calculates_with_is_a_number(
+    sift: Callable[..., Filtered], metric: str
+) -> None:
+    """Numbers written as text count as numbers, which is said; the first value that is neither is
+    the bad record."""
+    rows = [record(m="10"), record(m="9"), record(m=11)]
+    found = sift({"1.jsonl": log(*rows)}, metric=metric)
+    assert found.ask("SELECT metric FROM rollouts ORDER BY rank") == [(9.0,), (10.0,), (11.0,)]
+    assert "m: 2 values read as numbers from text" in found.notes
+    with pytest.raises(InputError) as caught:
+        sift({"1.jsonl": log(*rows, record(m="much"))}, metric=metric)
+    told = "1.jsonl, line 4, field 'm': found 'much', expected a number"
+    assert list(map(str, caught.value.bad)) == [told]
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [({"advantage": 1, "acc": True}, "-s reward=NAME could be one of advantage, acc;"),
+     ({"policy_version": 1, "truncated": True}, "none is numeric;")],
+)  # fmt: skip
+def test_a_reward_that_is_missing_may_be_another_field(
+    sift: Callable[..., Filtered], fields: dict[str, Any], hint: str
+) -> None:
+    """The refusal lists the numeric fields, but not those that mean something else, as `step`."""
+    with pytest.raises(InputError, match=rf"Of its fields, {hint} --reward-fn"):
+        sift({"1.jsonl": log(record(score=ABSENT, **fields))})
+
+
 # --- limits --------------------------------------------------------------------------------------
 
 
@@ -781,8 +840,9 @@ SCALAR = st.none() | st.booleans() | NUMBER | TEXT
 VALUE = st.recursive(
     SCALAR, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXT, v, max_size=3)
 )
-RECORDS = st.lists(st.dictionaries(TEXT, VALUE, min_size=1, max_size=5), min_size=1, max_size=6)
-ALIKE = st.lists(TEXT, min_size=1, max_size=4, unique=True).flatmap(
+NAME = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+RECORDS = st.lists(st.dictionaries(NAME, VALUE, min_size=1, max_size=5), min_size=1, max_size=6)
+ALIKE = st.lists(NAME, min_size=1, max_size=4, unique=True).flatmap(
     lambda names: st.lists(
         st.fixed_dictionaries(dict.fromkeys(names, SCALAR)), min_size=1, max_size=8
     )

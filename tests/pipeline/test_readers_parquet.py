@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -176,6 +177,85 @@ def test_times_numbers_and_indexes_are_what_they_are(sift: Sift) -> None:
         (0, "7", "7", times[0], 3, "abc"), (2, "100", "100", times[2], 1, "ef"),
     ]  # fmt: skip
     assert found.ask("SELECT source_row FROM rollouts WHERE reason = 'excluded'") == [(1,)]
+
+
+def cells(*values: int, type_: pa.DataType) -> pa.Array:
+    """Raw values of a type of time."""
+    return pa.array(values, pa.int32() if type_.bit_width == 32 else pa.int64()).view(type_)
+
+
+YEARS, DAYS = "a time in the years 1 to 9999", "at most 106,751,990 days"
+# A value that Python's datetime or DuckDB's interval cannot hold, what is expected, and the first
+# and the last that they can.
+BEYOND = [
+    (pa.date32(), 1 << 30, YEARS, -719_162, 2_932_896),
+    (pa.timestamp("us"), 1 << 62, YEARS, -62_135_596_800_000_000, 253_402_300_799_999_999),
+    (pa.timestamp("ms", "Asia/Tokyo"), 253_402_300_799_999, YEARS, 0, 253_402_214_399_999),
+    (pa.duration("ms"), 1 << 62, DAYS, -9_223_371_936_000_000, 9_223_372_022_399_999),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("home", ["score", "uid", "x", "gts struct", "gts list"])
+@pytest.mark.parametrize(("type_", "beyond", "expected"), [row[:3] for row in BEYOND], ids=str)
+def test_a_time_that_python_does_not_have_is_refused(
+    sift: Sift, type_: Any, beyond: int, expected: str, home: str
+) -> None:
+    """What no message could show, deep in a column too, is a bad record: the message names the
+    column, the number found and what is expected."""
+    name, _, nested = home.partition(" ")
+    column: Any = cells(*[beyond] * 4, type_=type_)
+    if nested == "struct":
+        column = pa.StructArray.from_arrays([column], ["at"])
+    elif nested:
+        column = pa.ListArray.from_arrays(pa.array(range(5), pa.int32()), column)
+    columns = {"uid": None} if nested else {}
+    keys = {"exclude_where": "x is null"} if name == "x" else {}
+    reason = f"found {beyond} as {type_}, expected {expected}"
+    assert bad(sift, table(**columns, **{name: column}), **keys) == [
+        f"1.parquet, row {row}, field {name!r}: {reason}" for row in range(4)
+    ]
+
+
+@pytest.mark.parametrize(("type_", "least", "most"), [(r[0], *r[3:]) for r in BEYOND], ids=str)
+def test_the_first_and_the_last_time_are_fine(
+    sift: Sift, type_: Any, least: int, most: int
+) -> None:
+    """All that Python can show is a uid, and an extra, like any other."""
+    column = cells(least, least, most, most, type_=type_)
+    found = sift(table(uid=column, x=column), exclude_where="x is null")
+    assert found.ask() == USUAL
+
+
+def test_a_time_of_day_beyond_the_day_is_refused(sift: Sift) -> None:
+    """The file is bad; the column, the number found and the range expected are told."""
+    (told,) = bad(sift, table(uid=cells(*[1 << 62] * 4, type_=pa.time64("us"))))
+    assert re.search(r"column uid: .* 4611686018427387904 .* \[0, 86400000000\)", told)
+
+
+UUID = pa.array([b"a" * 16, b"b" * 16], pa.binary(16))
+PAIRS = [
+    cells(5, 6, type_=pa.duration("us")), cells(5, 6, type_=pa.time64("us")),
+    pa.array([b"\xff", b"\xfe"]), pa.array([[b"\xff"] * 9, [b"\xff"] * 8]),
+    pa.array([[[1.0]], [[2.0]]]), pa.array([[1, 2], [1]], pa.list_view(pa.int8())),
+    pa.array([[("k", 1)], [("k", 2)]], pa.map_(pa.string(), pa.int64())),
+    pa.ExtensionArray.from_storage(pa.uuid(), UUID),
+    pa.ExtensionArray.from_storage(pa.bool8(), pa.array([0, 1], pa.int8())),
+    pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", "2"])),
+    pa.array([Decimal("1.5"), Decimal("1.25")]), pa.array([True, False]),
+    pa.array([1.5, 2.5]).dictionary_encode(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: str(pair.type))
+def test_values_of_every_type_are_told_apart(sift: Sift, pair: Any) -> None:
+    """Equal uids of any type are one group; without uid, a step whose values of any type are those
+    of an earlier one is a repeat, and one where they stand otherwise is none."""
+    one, two = pair.take(pa.array([0, 0, 1, 1])), pair.take(pa.array([1, 1, 0, 0]))
+    assert sift(table(uid=one)).ask() == USUAL
+    steps = {1: one, 2: one, 3: two}
+    files = {f"{n}.parquet": table(n, uid=None, x=column) for n, column in steps.items()}
+    found = sift(files, logs="other", out="two", exclude_where="x is null")
+    assert found.ask() == [*USUAL, *[("repeat",)] * 4, *USUAL]
 
 
 def test_a_chat_is_a_prompt(sift: Sift) -> None:
