@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,11 @@ from rollsift.schemas.recipe import resolve
 FULL = os.environ.get("SIZE", "small") == "full"
 ROWS, FILES = (10_000_000, 20) if FULL else (1_000_000, 20)
 STEPS, PROMPTS = (8, 256) if FULL else (4, 64)
+# The same rows in as many step files; and the rows to hold the memory of ten times as many against.
+MANY = 1_000 if FULL else 200
+MEMORY = 10_000_000 if FULL else 500_000
 ROUNDS = 5
+ROLLSIFT = str(Path(sys.executable).with_name("rollsift"))
 LIGHT = ["uid", "step", "score", "response_length"]
 RECIPE = resolve({"name": "gfpo-shortest", "k": 8})
 
@@ -44,14 +49,20 @@ def seconds(job: Callable[[], object]) -> float:
 
 
 def compare(
-    name: str, ours: Callable[[], object], theirs: Callable[[], object], goal: float, **more: object
+    name: str,
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    goal: float | None,
+    **more: object,
 ) -> None:
-    """Print ours / theirs; a goal below 0 is the least of theirs / ours."""
+    """Print ours / theirs; a goal below 0 is the least of theirs / ours, None is no goal."""
     ours(), theirs()  # both warm
     pairs = [(seconds(ours), seconds(theirs)) for _ in range(ROUNDS)]
-    ratio = statistics.median(a / b if goal > 0 else b / a for a, b in pairs)
-    met = ratio <= goal if goal > 0 else ratio >= -goal
-    row = {"name": name, "ratio": round(ratio, 2), "goal": abs(goal), "met": met}
+    at_least = goal is not None and goal < 0
+    ratio = statistics.median(b / a if at_least else a / b for a, b in pairs)
+    row: dict[str, object] = {"name": name, "ratio": round(ratio, 2), "goal": None, "met": None}
+    if goal is not None:
+        row |= {"goal": abs(goal), "met": ratio >= -goal if at_least else ratio <= goal}
     best = [round(min(pair[side] for pair in pairs), 3) for side in (0, 1)]
     print(json.dumps(row | {"seconds": best} | more), flush=True)
 
@@ -96,12 +107,46 @@ def parquet(folder: Path) -> None:
             into_run(source, folder)
 
         compare(f"filter_{shape}", ours, read, 4, rows=ROWS, against="pyarrow.read_table")
+    paths = logs.light(folder / "many", ROWS, MANY, "uniform")
+
+    def read_many() -> None:
+        for path in paths:
+            pq.read_table(path, columns=LIGHT)
+
+    def many() -> None:
+        into_run(folder / "many", folder)
+
+    compare("filter_many_files", many, read_many, None, rows=ROWS, files=MANY)
+
+
+def peak(command: list[object]) -> float:
+    """MiB that a command had in memory at most."""
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = status
+    assert status == 0
+    return usage.ru_maxrss / 1024
+
+
+def memory(folder: Path) -> None:
+    """Peak memory of a filter of ten times the rows, in files of one size, against that of one."""
+    peaks = []
+    for times in (1, 10):
+        source, out = folder / f"memory{times}", folder / f"run-{time.monotonic_ns()}"
+        logs.light(source, times * MEMORY, times * 20, "uniform")
+        peaks.append(peak([ROLLSIFT, "filter", source, "-r", "gfpo-shortest", "-o", out]))
+        shutil.rmtree(source)
+        shutil.rmtree(out)
+    ratio = peaks[1] / peaks[0]
+    row = {"name": "filter_peak_memory", "ratio": round(ratio, 2), "goal": 1.5}
+    row |= {"met": ratio <= 1.5 and peaks[1] < 1024, "MiB": [round(peak) for peak in peaks]}
+    print(json.dumps(row | {"rows": 10 * MEMORY}), flush=True)
 
 
 def loop(folder: Path) -> None:
     """The whole process against a loop over rows in the trainer's manner."""
     paths = sorted((folder / "uniform").glob("*.parquet"))
-    command = [str(Path(sys.executable).with_name("rollsift")), "filter", str(folder / "uniform")]
+    command = [ROLLSIFT, "filter", str(folder / "uniform")]
 
     def ours() -> None:
         out = folder / f"run-{time.monotonic_ns()}"
@@ -134,10 +179,9 @@ def sql(folder: Path) -> None:
     def start(*arguments: str) -> Callable[[], object]:
         return lambda: subprocess.run(arguments, capture_output=True, check=True)
 
-    rollsift = str(Path(sys.executable).with_name("rollsift"))
     duck = start(sys.executable, "-c", "import duckdb")
-    compare("start_help", start(rollsift, "-h"), duck, 5, against="python -c 'import duckdb'")
-    one = start(rollsift, "sql", str(run.path), "SELECT 1")
+    compare("start_help", start(ROLLSIFT, "-h"), duck, 5, against="python -c 'import duckdb'")
+    one = start(ROLLSIFT, "sql", str(run.path), "SELECT 1")
     compare("start_sql", one, duck, 5, against="python -c 'import duckdb'")
 
 
@@ -148,6 +192,7 @@ def main() -> None:
         jsonl(folder)
         parquet(folder)
         loop(folder)
+        memory(folder)
         sql(folder)
 
 
