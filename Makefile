@@ -32,7 +32,7 @@ check: $(VENV)/.check
 # make test PYTEST_ARGS="tests/test_imports.py -x". Tests that call make themselves see the same
 # environment as when a person starts pytest.
 test: $(VENV)/.test
-	env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest $(PYTEST_ARGS)
+	env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest --cov=rollsift --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/run.py

@@ -36,11 +36,9 @@ def command(run: Path, deep: bool, logs: Path | None, aids: Aids, format_: str) 
     for text in found.notes:
         note(text)
     if found.findings or format_ != "table":
-        rows = [astuple(finding) for finding in found.findings]
-        write_rows(["file", "expected", "found", "next"], rows, format_)
+        write_rows(["file", "expected", "found", "next"], map(astuple, found.findings), format_)
     else:
         click.echo(printable(f"{run}: as published{' and as its logs are judged again' * deep}"))
         click.echo(f"steps {found.steps:,}, rows {found.rows:,}, files looked at {found.files:,}")
     if found.findings:
-        count = len(found.findings)
-        raise CheckError(f"{run}: {count:,} finding{'s' * (count > 1)}")
+        raise CheckError(f"{run}: {len(found.findings):,} finding{'s' * (len(found.findings) > 1)}")

@@ -4,7 +4,8 @@ recipes       YAML and -s to a recipe
 verl_words    verl's own keys to a recipe's
 sources       which files are the log, a step each
 readers       bytes to rows: readers.jsonl (by readers.flat where records are plain, else by
-              readers.records), readers.parquet, readers.generation
+              readers.records), readers.parquet (by readers.footer and readers.arrow_types),
+              readers.generation
 rewards       scores by the user's own function
 aids          what else the user names to read a log: a tokenizer, a reward function
 fields        what logged names mean
@@ -21,9 +22,9 @@ select        which rollouts are kept, and why the others are not
 judge         the stages as one pure function
 tables        a judged step to its tables and manifest
 remarks       what a person should know of it
-store         the run folder: the one module that writes files
+files         files written so that they last
+store         the run folder, and all that is written into it
 batch         the driver: a whole log into a run
-checks        what holds inside a manifest, and between it, those before it and its tables
 rejudge       a run judged again from its logs, and compared value by value
 verify        whether a run is as it was published, and its logs as they were
 views         the views of the contract, over what is stored and the Parquet logs

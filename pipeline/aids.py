@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 
@@ -75,7 +74,7 @@ class Aids:
         named = {"tokenizer": self.tokenizer, "reward_fn": self.reward}
         return {key: {"name": aid.name, "sha256": aid.digest} for key, aid in named.items() if aid}
 
-    def must_be(self, theirs: Mapping[str, Any], all_of_them: bool) -> None:
+    def must_be(self, theirs: Mapping[str, Mapping[str, str]], all_of_them: bool) -> None:
         """Raise UsageError where one is not the one that a run's settings have, or where one of
         these is missing though `all_of_them` are needed."""
         ours = self.settings
@@ -94,10 +93,9 @@ class Aids:
         return [Source(aid.file, 0, aid.digest) for aid in (self.tokenizer, self.reward) if aid]
 
 
-def _shown(aid: Any) -> str:
+def _shown(aid: Mapping[str, str]) -> str:
     """An aid of run.json: its name and digest."""
-    known = isinstance(aid, dict) and {"name", "sha256"} <= aid.keys()
-    return f"{aid['name']} (SHA-256 {aid['sha256']})" if known else repr(aid)
+    return f"{aid.get('name')} (SHA-256 {aid.get('sha256')})"
 
 
 NOTHING = Aids()

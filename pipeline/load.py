@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import polars as pl
 import pyarrow as pa
@@ -18,8 +16,9 @@ from rollsift.schemas.manifest import Source as Pinned
 from .carried import Carried
 from .facts import Reading, facts
 from .fields import REWARDS, Fields, format_of, length_of, resolve, reward_field
+from .files import sha256_of
 from .groups import ROW_KEY, group
-from .readers import Chunk, Chunks, generation, jsonl, parquet
+from .readers import Chunk, Chunks, arrow_types, footer, generation, jsonl, parquet
 from .rewards import Answers, RewardFunction
 from .score import Rules
 from .sources import Source
@@ -173,7 +172,7 @@ class _Loader:
                     if again:
                         raise
                     read.settled = False
-        read.records, read.digest = reader.records, reader.digest or _sha256(self.source.path)
+        read.records, read.digest = reader.records, reader.digest or sha256_of(self.source.path)
         return read
 
     def _add(self, chunk: Chunk, read: _Read) -> None:
@@ -262,22 +261,17 @@ def digest_of(source: Source, by: Rules, carried: Carried) -> str:
     """What pins a source's content now, read as a step that `carried` goes on from would be."""
     loader = _Loader(source, by, carried, Spool(source.path.parent), None)
     if loader.format == "jsonl":
-        return _sha256(source.path)
+        return sha256_of(source.path)
     try:
         with pq.ParquetFile(source.path) as file:
             if loader.copied:
                 read = generation.columns(file.schema_arrow)
             else:
-                kinds = {field.name: parquet.kind_of(field.type) for field in file.schema_arrow}
+                kinds = {field.name: arrow_types.kind_of(field.type) for field in file.schema_arrow}
                 read = loader._choose(kinds)
-            return parquet.digest(source.path, file.metadata, read)
+            return footer.digest(source.path, file.metadata, read)
     except (pa.ArrowException, OSError, InputError):
-        return _sha256(source.path)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(source.path)
 
 
 def _format(source: Source) -> str:

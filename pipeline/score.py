@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import cache
 
 import polars as pl
 
@@ -173,6 +174,7 @@ def _invalid(frame: pl.DataFrame, by: Rules) -> pl.Expr:
     )  # fmt: skip
 
 
+@cache
 def reason(word: str) -> pl.Expr:
     """A reason's word as a column's value."""
     return pl.lit(word, REASON)

@@ -1,4 +1,4 @@
-"""The run folder: the one module that writes files.
+"""The run folder: the one module that writes files of it, by what `files` offers.
 
     RUN/run.json                       what the run is; written once
     RUN/manifests/000007.v1.json       the commit point of step 7, written last
@@ -13,20 +13,18 @@ taken; then the manifest. What has no manifest does not exist and is swept by th
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 import polars as pl
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollsift.schemas.errors import (
@@ -47,12 +45,10 @@ from rollsift.schemas.manifest import (
     other_format,
 )
 
+from .files import link, naming, put, sha256_of, sync, write_table
+
 TABLES = ("rollouts", "groups", "bad_records")
 OURS = {"run.json", "manifests", ".lock", ".staging", *TABLES}
-ROW_GROUP = 1 << 17
-# Columns that count up, and those whose values are as good as all different.
-DELTAS, DISTINCT = ("source_row",), ("source_row", "group_id")
-PRUNED = ("step", "group", "source_row")  # columns by which queries skip row groups
 _NO_ROWS: dict[str, list[int]] = {
     "source": [], "row": [], "offsets": [], "group_rows": [], "group_tokens": [],
 }  # fmt: skip
@@ -64,7 +60,7 @@ class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: int
     recipe: dict[str, Any]
-    reader: dict[str, Any]
+    reader: dict[str, dict[str, str]]
     log_root: str
 
 
@@ -181,7 +177,7 @@ class Run:
                 )
         folders = [self.path / name for name in ("manifests", *TABLES)]
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        with _naming(self.path):
+        with naming(self.path):
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
             (self.path / ".lock").touch()
@@ -196,13 +192,13 @@ class Run:
                 _same(self.info, info, self.path)
             writer = Writer(self, info)
             try:
-                with _naming(self.path):
+                with naming(self.path):
                     # The folders' own names, and what a killed writer had named, shall last, too.
                     for folder in (*folders, self.path):
-                        _sync(folder)
+                        sync(folder)
                     for folder in {self.path.parent, *(path.parent for path in made)}:
                         with suppress(PermissionError):  # it may be one that only others can list
-                            _sync(folder)
+                            sync(folder)
                     writer.sweep()
                 yield writer
             finally:
@@ -250,10 +246,10 @@ class Writer:
         digests = {}
         for kind, parts in tables.items():
             staged = self._staged(kind, manifest.step, version)
-            _write(staged, parts, note if kind == "groups" else {})
+            write_table(staged, parts, note if kind == "groups" else {})
             digests[kind] = sha256_of(staged)
         file = as_file(manifest, Tables(**digests))
-        _put(self._staged("manifests", manifest.step, version), file)
+        put(self._staged("manifests", manifest.step, version), file)
 
     def _staged(self, kind: str, step: int, version: int) -> Path:
         return self.staging / f"{kind}-{self.run.table(kind, step, version).name}"
@@ -264,12 +260,12 @@ class Writer:
         info = self.run.path / "run.json"
         if not info.exists():
             value = msgspec.json.format(msgspec.json.encode(self.info), indent=1) + b"\n"
-            _put(self.staging / "run.json", value)
-            _link(self.staging / "run.json", info)
+            put(self.staging / "run.json", value)
+            link(self.staging / "run.json", info)
         for kind in (*TABLES, "manifests"):
             staged = self._staged(kind, step, version)
             if staged.exists():
-                _link(staged, self.run.table(kind, step, version))
+                link(staged, self.run.table(kind, step, version))
 
 
 class Spool:
@@ -290,7 +286,7 @@ class Spool:
             return
         handle, path = tempfile.mkstemp(".arrow", "spool-", self.folder)
         os.close(handle)
-        with _naming(Path(path)):
+        with naming(Path(path)):
             part.write_ipc(path, compression="lz4")
         self.parts.append(Path(path))
 
@@ -353,73 +349,7 @@ def _shown(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _write(path: Path, parts: Iterable[pl.DataFrame], note: Mapping[str, str]) -> None:
-    """Write a Parquet file: one row group or more per part, equal bytes for equal parts."""
-    with _naming(path), ExitStack() as stack:
-        writer: pq.ParquetWriter | None = None
-        for part in parts:
-            table = part.to_arrow(compat_level=pl.CompatLevel.oldest())
-            if writer is None:
-                writer = pq.ParquetWriter(
-                    path,
-                    table.schema,
-                    compression="zstd",
-                    column_encoding=dict.fromkeys(
-                        {*DELTAS} & {*part.columns}, "DELTA_BINARY_PACKED"
-                    ),
-                    use_dictionary=[name for name in part.columns if name not in DISTINCT],  # type: ignore[arg-type]  # names, too
-                    write_statistics=[name for name in PRUNED if name in part.columns],
-                    store_schema=False,
-                    write_page_checksum=True,
-                )
-                stack.callback(writer.close)
-                writer.add_key_value_metadata(dict(note))
-            writer.write_table(table, row_group_size=ROW_GROUP)
-        stack.close()
-        _sync(path)
-
-
 def inside(file: str) -> bool:
     """Whether a source's name stays under the log root."""
     path = PurePosixPath(file)
     return not path.is_absolute() and ".." not in path.parts and "\0" not in file
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _put(path: Path, data: bytes) -> None:
-    with _naming(path), path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Name the file that is written inside where that fails."""
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        raise RollsiftError(f"{path}: cannot be written: {error}") from None
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _link(staged: Path, target: Path) -> None:
-    with _naming(target):
-        os.link(staged, target)
-        _sync(target.parent)
-        staged.unlink()
-
-
-Progress = Callable[[int], None]

@@ -24,18 +24,18 @@ from rollsift.schemas.recipe import resolve
 
 from .aids import NOTHING, OPTIONS, Aids
 from .carried import Carried
+from .files import sha256_of
 from .load import digest_of
 from .readers.parquet import UNREADABLE
 from .rejudge import rejudge, told
 from .score import Rules, rules
 from .sources import Logs, Source, listed, source_at
-from .store import TABLES, Run, RunInfo, Step, inside, sha256_of
+from .store import TABLES, Run, RunInfo, Step, inside
 
 MOVED = "bring it back, or say with --logs where it is"
 CHANGED = "bring back what it was, or filter again: it gets a new version"
-DAMAGED = (*UNREADABLE, CheckError, RecursionError)  # what reading a damaged file of a run raises
+DAMAGED = (*UNREADABLE, CheckError)  # what reading a damaged file of a run raises
 Bars = Callable[[int, str], AbstractContextManager[Any]]
-NO_BAR = SimpleNamespace(update=lambda _: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def verify(
     deep: bool = False,
     logs: Path | None = None,
     aids: Aids = NOTHING,
-    bars: Bars = lambda length, label: nullcontext(NO_BAR),
+    bars: Bars = lambda length, label: nullcontext(SimpleNamespace(update=lambda _: None)),
 ) -> Verified:
     """Look at every file of a run and at the logs of its newest versions; `deep` judges these logs
     again and compares every value. -> all that is wrong, not only the first.
@@ -89,13 +89,11 @@ class _Check:
         self.by: Rules | None = None
         self.known = {run.path / "run.json", run.path / ".lock"}
         self.sources: list[Source] = []  # those that are as they were read
-        self.intact: set[Path] = set()  # tables that are as they were published
-        self.bad = 0
         try:
             self.info = run.info
             self.by = rules(resolve(self.info.recipe), aids)
         except (UsageError, *DAMAGED) as error:
-            if not (run.path / "manifests").is_dir():
+            if isinstance(error, UsageError) and not (run.path / "manifests").is_dir():
                 raise
             self._find(run.path / "run.json", "what the run is", error)
         if self.info:
@@ -123,13 +121,14 @@ class _Check:
             for step, version in published:
                 bar.update(1)
                 found = self._manifest(step, version)
-                if version == newest[step]:
-                    if found and known:
-                        file = self.run.table("manifests", step, version)
-                        self._same(file, "previous", last, found.manifest.previous)
-                    last, known = (found.id, True) if found else (None, False)
-                    if found:
-                        self._source(found)
+                if version < newest[step]:
+                    continue
+                if found and known:
+                    file = self.run.table("manifests", step, version)
+                    self._same(file, "previous", last, found.manifest.previous)
+                if found:
+                    self._source(found)
+                last, known = (found.id, True) if found else (None, False)
 
     def _manifest(self, step: int, version: int) -> Step | None:
         """A manifest that is what its id says, looked at with its tables."""
@@ -152,8 +151,7 @@ class _Check:
         self._same(file, "a bad_records table", counts.bad_records > 0, "bad_records" in tables)
         self._same(file, "a source outside the log root", False, not inside(log.file))
         if self.info:
-            named = self.info.reader.values()
-            pins = [aid.get("sha256") if isinstance(aid, dict) else aid for aid in named]
+            pins = [aid.get("sha256") for aid in self.info.reader.values()]
             self._same(file, "digests of aids", pins, [aid.digest for aid in aids])
             self._same(file, "recipe", self.info.recipe, manifest.recipe)
         for kind, digest in tables.items():
@@ -177,7 +175,6 @@ class _Check:
                 read = pl.read_parquet(file, columns=["group", "source_row", "kept"], glob=False)
                 kept = read.filter("kept").sort("group", maintain_order=True)["source_row"]
                 self._same(file, "kept rows in training order", step.manifest.row, kept.to_list())
-            self.intact.add(file)
         except DAMAGED as error:
             self._find(file, f"a table, SHA-256 {digest}", error)
 
@@ -185,7 +182,6 @@ class _Check:
         """Whether a step's log is the one that was read."""
         self.out.files += 1
         self.out.rows += step.manifest.counts.rows
-        self.bad += step.manifest.counts.bad_records
         pinned = step.manifest.sources[0]
         if not (self.info and self.by and inside(pinned.file)):
             return
@@ -209,19 +205,16 @@ class _Check:
 
     def strangers(self) -> None:
         """Remark on files that no manifest speaks of."""
-        strange = {path for path in self.run.path.rglob("*") if not path.is_dir()} - self.known
-        if strange:
+        if strange := {p for p in self.run.path.rglob("*") if not p.is_dir()} - self.known:
             names = listed(path.relative_to(self.run.path).as_posix() for path in sorted(strange))
-            note = f"no manifest speaks of {names}; filter sweeps what it left"
-            self.out.notes.append(note)
+            self.out.notes.append(f"no manifest speaks of {names}; filter sweeps what it left")
 
     def again(self, bars: Bars) -> None:
         """Judge the logs again, and compare."""
-        if len(self.sources) < self.out.steps or not self.by:
+        if not self.by or {source.step for source in self.sources} != {*self.run.versions()}:
             self.out.notes.append("not judged again: not all that the run was made of is as it was")
             return
         logs = Logs(self.root, tuple(self.sources))
         with bars(sum(source.path.stat().st_size for source in logs.sources), "judge again") as bar:
-            again = rejudge(self.run, logs, self.by, self.bad > 0, self.intact, bar.update)
-            for file, expected, found in again:
+            for file, expected, found in rejudge(self.run, logs, self.by, bar.update):
                 self._find(file, expected, found, "filter into another folder")

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from rollsift.schemas.errors import BadRecord
 
 from ..fields import IDS, LOGGED_AS, MASK, PROMPT_IDS, REWARDS
-from . import Chunk, Chunks, jsonl, parquet, records
+from . import Chunk, Chunks, arrow_types, jsonl, parquet, records
 
 PROMPTS = 1 << 10  # rows whose responses make a chunk
 _ROLES = {name for names in LOGGED_AS.values() for name in names} - {"prompt", "data_source"}
@@ -37,7 +37,7 @@ def matches(path: Path) -> bool:
     at = schema.get_field_index("responses")
     type_: Any = schema.field(at).type if at >= 0 else pa.null()
     lists = pa.types.is_list(type_) or pa.types.is_large_list(type_)
-    return lists and parquet.kind_of(type_.value_type) in ("string", "null")
+    return lists and arrow_types.kind_of(type_.value_type) in ("string", "null")
 
 
 def columns(schema: pa.Schema) -> list[str]:
