@@ -151,11 +151,21 @@ class Run:
         path = self.table("groups", step.step, step.version)
         return pl.read_parquet(path, columns=["difficulty"])["difficulty"]
 
-    def _strangers(self) -> str:
-        """What shows that the folder is somebody else's, empty if nothing does."""
-        return ", ".join(
-            sorted(entry.name for entry in self.path.iterdir() if entry.name not in OURS)[:3]
-        )
+    def _check_ours(self) -> None:
+        """Raise UsageError where the path is no folder, somebody else's, or leads elsewhere."""
+        for path in (self.path, *self.path.parents):
+            if path.exists() and not path.is_dir():
+                raise UsageError(f"{self.path}: {path} is a file, no folder; choose another -o")
+        names = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
+        if strange := [name for name in names if name not in OURS]:
+            held = ", ".join(strange[:3])
+            raise UsageError(f"{self.path}: no run folder, it holds {held}; choose another -o")
+        for name in names:
+            if (self.path / name).is_symlink():
+                raise UsageError(
+                    f"{self.path / name}: a symbolic link, and a run folder holds none; put what "
+                    "it points to there, or choose another -o"
+                )
 
     @contextmanager
     def writing(self, info: RunInfo) -> Iterator[Writer]:
@@ -164,19 +174,9 @@ class Run:
         Raises UsageError naming the first key of the recipe that differs from the run's own.
         """
         fresh = not self.path.exists()
-        for path in (self.path, *self.path.parents):
-            if path.exists() and not path.is_dir():
-                raise UsageError(f"{self.path}: {path} is a file, no folder; choose another -o")
-        if not fresh and (strange := self._strangers()):
-            raise UsageError(f"{self.path}: no run folder, it holds {strange}; choose another -o")
-        for name in sorted(OURS):
-            if (self.path / name).is_symlink():
-                raise UsageError(
-                    f"{self.path / name}: a symbolic link, and a run folder holds none; put what "
-                    "it points to there, or choose another -o"
-                )
+        self._check_ours()
         folders = [self.path / name for name in ("manifests", *TABLES)]
-        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        above = {path.parent for path in (self.path, *self.path.parents) if not path.exists()}
         with naming(self.path):
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ class Run:
                     # The folders' own names, and what a killed writer had named, shall last, too.
                     for folder in (*folders, self.path):
                         sync(folder)
-                    for folder in {self.path.parent, *(path.parent for path in made)}:
+                    for folder in {self.path.parent} | above:
                         with suppress(PermissionError):  # it may be one that only others can list
                             sync(folder)
                     writer.sweep()
