@@ -50,6 +50,12 @@ def group(rows: pl.DataFrame, file: str, lossy: bool = False) -> Grouped:
     rows = rows.with_columns(padding=padding)
     # Row keys are unique, most uids are not: only then is each looked at.
     cut, note = _row_keys(rows) if named and len(ids) == len(rows) else (None, None)
+    notes = [f"{file}: every uid is unique and {note}: no uid is cut"] if note else []
+    if named and len(rows) < 2 * len(ids) < 2 * len(rows) and ids.str.contains(ROW_KEY).all():
+        twice = keys.filter(keys.is_duplicated())[0]
+        notes.append(
+            f"{file}: the uids look like row keys, but {twice!r} stands twice: none is cut"
+        )
     if cut is not None:
         rows = rows.with_columns(cut)
         if lossy:
@@ -69,7 +75,6 @@ def group(rows: pl.DataFrame, file: str, lossy: bool = False) -> Grouped:
         sample = rows["session"].cast(pl.Int32, strict=False)
     rows = rows.drop("key", "session", "prompt", "truth", strict=False)
     rows = rows.with_columns(group=codes, rollout=rollout, sample=sample)
-    notes = [f"{file}: every uid is unique and {note}: no uid is cut"] if note else []
     return Grouped(rows, ids, "uid" if named else "prompt", cut is not None, notes, bad)
 
 

@@ -122,6 +122,7 @@ class _Loader:
             read = again
         if whole := [record for record in read.bad if record.source_row is None]:
             # A file cut half-way may lack any row of any group: all of it is out.
+            lost = read.records - 1
             read.light, read.bad, read.records = read.light[:1], whole[:1], 1
             self.spool.close()
         rows = pl.concat(read.light, how="diagonal_relaxed").with_columns(
@@ -131,6 +132,10 @@ class _Loader:
         fingerprint = read.fingerprint.hexdigest()
         repeated = self._repeated(fingerprint)
         notes = grouped.notes
+        if whole and lost > 0:
+            notes.append(
+                f"{self.source.file}: cut, so its {lost:,} other records are left out, too"
+            )
         if repeated is not None:
             notes.append(f"{self.source.file}: the same rollouts as step {repeated} (`repeat`)")
         return Loaded(

@@ -24,7 +24,7 @@ class Remarks:
         self.said: set[str] = set()
         self.from_text: dict[str, int] = {}
         self.largest = 0
-        self.ranked_out = False
+        self.ranked_out = self.ranked = self.unranked = False
         self.groups = self.constant = 0
 
     def loaded(self, source: Source, loaded: Loaded) -> None:
@@ -53,6 +53,8 @@ class Remarks:
             return None
         largest = int(sizes.max())  # type: ignore[arg-type]  # Int32
         self.largest = max(self.largest, largest)
+        self.ranked |= judged.rows["rank"].count() > 0
+        self.unranked |= (judged.rows["reason"] == "no_metric").any()
         self.ranked_out |= bool(judged.rows["reason"].is_in(["outranked", "displaced"]).any())
         due = self.recipe.group_size or largest
         odd = groups.filter(pl.col("group_size") != due)
@@ -75,6 +77,8 @@ class Remarks:
                 f"none of {self.groups:,} groups has equal rewards throughout: if the trainer had "
                 "filtered them (DAPO), the quartiles of difficulty are the survivors'"
             )
+        if self.unranked and not self.ranked:
+            self.notify(f"no rollout has a metric, so nothing is kept: {self.recipe.metric!r}")
         smallest_k = min(self.recipe.k_of(bucket) for bucket in BUCKETS)
         if 0 < self.largest <= smallest_k and not self.ranked_out:
             self.notify(f"k keeps every group whole: the largest has {self.largest} rollouts")

@@ -207,7 +207,9 @@ class _Check:
         """Remark on files that no manifest speaks of."""
         if strange := {p for p in self.run.path.rglob("*") if not p.is_dir()} - self.known:
             names = listed(path.relative_to(self.run.path).as_posix() for path in sorted(strange))
-            self.out.notes.append(f"no manifest speaks of {names}; filter sweeps what it left")
+            self.out.notes.append(
+                f"no manifest speaks of {names}: left by a filter, or not its own"
+            )
 
     def again(self, bars: Bars) -> None:
         """Judge the logs again, and compare."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,22 +45,31 @@ class Views:
 
     def __init__(self, run: Run, connection: DuckDBPyConnection, seen: Seen) -> None:
         self.run, self.connection, self.seen = run, connection, seen
-        self.steps = list(run.steps(rows=False).values())
         self.root = Path(run.info.log_root)
-        self.kinds, self.fields = self._fields()
         self.joined: dict[Path, set[str]] = {}  # Parquet logs and the columns read of them
 
-    def _fields(self) -> tuple[dict[str, str], Fields]:
-        """All fields of the run, as its last step knows them."""
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The newest version of each step; read only where a view needs it."""
+        return list(self.run.steps(rows=False).values())
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """What the run's fields hold, as its last step knows them."""
+        return self.steps[-1].manifest.field_types if self.steps else {}
+
+    @cached_property
+    def fields(self) -> Fields:
+        """The roles of these fields."""
         if not self.steps:
-            return {}, resolve({}, None, None)
+            return resolve({}, None, None)
         manifest = self.steps[-1].manifest
         wanted, tokenizer = manifest.recipe["length"], "tokenizer" in self.run.info.reader
         try:
             length = length_of(manifest.field_types, wanted, tokenizer, "")
         except InputError:
             length = None
-        return manifest.field_types, resolve(manifest.field_types, manifest.reward_field, length)
+        return resolve(manifest.field_types, manifest.reward_field, length)
 
     def needed(self) -> list[str]:
         """The views that the query names, each after those that it is made from."""

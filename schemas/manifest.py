@@ -90,6 +90,10 @@ class Tables(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     bad_records: Digest | None = None
 
 
+class _Format(Struct):
+    format: Any = None
+
+
 class _Published(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     manifest: msgspec.Raw
@@ -126,7 +130,7 @@ def decode(data: bytes, name: str) -> tuple[str, Manifest, Tables]:
     try:
         file = msgspec.json.decode(data, type=_Published)
         value = bytes(file.manifest)
-        version = msgspec.json.decode(value, type=dict[str, Any]).get("format")
+        version = msgspec.json.decode(value, type=_Format).format
         if version != FORMAT:
             raise CheckError(f"{name}: {other_format(version)}")
         manifest = msgspec.json.decode(value, type=Manifest)

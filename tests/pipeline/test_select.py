@@ -94,3 +94,20 @@ def test_few_groups_tell_nothing_of_filtering(tmp_path: Path) -> None:
     """A log of few groups may lack constant ones by chance: nothing is said of it."""
     said = sift(tmp_path, [[0, 1, 1]] * (MANY - 1), k=BY_BUCKET)[1]
     assert not any("survivors" in text for text in said)
+
+
+def test_a_metric_that_nothing_has_is_told(tmp_path: Path) -> None:
+    """Where no rollout has a number to be ranked by, nothing is kept, and that is said."""
+    reasons, said = sift(tmp_path, [[0, 1]], metric="'abc'")
+    assert reasons == ["no_metric", "no_metric"]
+    assert any("no rollout has a metric" in text for text in said)
+
+
+def test_what_a_cut_file_takes_along_is_told(tmp_path: Path) -> None:
+    """A file that is cut half-way is out whole, and how many records go with it is said."""
+    whole = json.dumps({"uid": "g", "input": "p", "output": "x", "score": 1, "step": 1}) + "\n"
+    (tmp_path / "1.jsonl").write_text(3 * whole + whole[:20])
+    said: list[str] = []
+    logs = discover([tmp_path / "1.jsonl"])
+    filter_logs(logs, resolve({"k": 1}), tmp_path / "run", skip_bad=True, notify=said.append)
+    assert "1.jsonl: cut, so its 3 other records are left out, too" in said
