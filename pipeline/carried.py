@@ -55,13 +55,9 @@ class Carried:
     def after(self, kinds: Mapping[str, str], reading: Reading | None) -> Carried:
         """What a step hands on that was read by `reading` and whose fields hold `kinds`."""
         new = self.copy()
-        numbers: frozenset[str] = frozenset()
         if reading:
-            new.reward, new.unit, numbers = (
-                reading.reward or None,
-                reading.length.unit,
-                reading.as_numbers,
-            )
+            new.reward, new.unit = reading.reward or None, reading.length.unit
+        numbers = reading.as_numbers if reading else ()
         for name, kind in kinds.items():
             word = "number" if kind in ("int", "long", "float") or name in numbers else kind
             if new.kinds.get(name, "null") == "null":

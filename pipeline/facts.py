@@ -121,20 +121,27 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     if reading.group_by_prompt:
         light["prompt"] = text("prompt", rows.get_column(PROMPT_IDS, default=None))
         light["truth"] = text("ground_truth")
-    for wanted in sorted(reading.as_truths):
-        field = reading.fields.find(wanted)
-        if field in rows.columns:
-            light[f"truth:{wanted}"] = numbers(_unquoted(rows[field], chunk.kinds.get(field)))[0]
-    for wanted in sorted(reading.wanted):
-        field = reading.fields.find(wanted)
-        if field is None or field not in rows.columns:
-            continue
-        if field in reading.as_numbers and rows[field].dtype == pl.String:
-            rows = rows.with_columns(number(field).alias(field))
-        light[f"field:{wanted}"] = rows[field]
+    texts = (name for name in reading.as_numbers if rows.schema.get(name) == pl.String)
+    rows = rows.with_columns(number(name).alias(name) for name in sorted(texts))
+    light |= _named(chunk, rows, reading)
     frame = chunk.places.with_columns(**light)
     good = ~check.wrong
     return Facts(frame.filter(good), rows.filter(good), chunk.bad + check.bad, from_text)
+
+
+def _named(chunk: Chunk, rows: pl.DataFrame, reading: Reading) -> dict[str, pl.Series]:
+    """The fields that the recipe's expressions name; `rows` has numbers where they must be."""
+    found: dict[str, pl.Series] = {}
+    for wanted in sorted(reading.as_truths):
+        field = reading.fields.find(wanted)
+        if field in chunk.rows.columns:
+            logged = _unquoted(chunk.rows[field], chunk.kinds.get(field))
+            found[f"truth:{wanted}"] = numbers(logged)[0]
+    for wanted in sorted(reading.wanted):
+        field = reading.fields.find(wanted)
+        if field in rows.columns:
+            found[f"field:{wanted}"] = rows[field]
+    return found
 
 
 class _Check:

@@ -82,7 +82,7 @@ def test_any_flipped_bit_is_caught() -> None:
             try:
                 _, manifest, tables = decode(bytes(flipped), "7.json")
             except CheckError as error:
-                assert "7.json" in str(error)  # noqa: PT017
+                assert "7.json" in str(error)  # noqa: PT017  # some flips are harmless
             else:
                 assert manifest == MANIFEST
                 assert tables != Tables(**DIGESTS)

@@ -551,7 +551,10 @@ def test_values_shown_do_not_depend_on_what_is_read_together(
     found = sift({"1.jsonl": log(*records)})
     rows = found.ask("SELECT ground_truth, x FROM rollouts ORDER BY source_row")
     as_json = [None if truth is None else json.dumps(truth) for truth in TRUTHS]
-    plain = [truth if isinstance(truth, str) else text for truth, text in zip(TRUTHS, as_json)]  # noqa: B905
+    plain = [
+        truth if isinstance(truth, str) else text
+        for truth, text in zip(TRUTHS, as_json, strict=True)
+    ]
     assert [row[0] for row in rows] == plain
     assert [row[1] for row in rows] == as_json
 
