@@ -6,6 +6,7 @@ sources       which files are the log, a step each
 readers       bytes to rows: readers.jsonl (by readers.flat where records are plain, else by
               readers.records), readers.parquet (by readers.footer and readers.arrow_types),
               readers.generation
+captured      what a captured file says of itself, and what pins its tokens
 rewards       scores by the user's own function
 aids          what else the user names to read a log: a tokenizer, a reward function
 fields        what logged names mean
