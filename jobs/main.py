@@ -17,6 +17,7 @@ COMMANDS = {
     "sql": "ask a run what was kept and dropped",
     "stats": "what a log or a run holds",
     "verify": "whether a run and its logs are what they were",
+    "replay": "train on the kept rollouts with verl's actor update",
     "recipes": "the shipped recipes",
 }
 MODULES = {"recipes": "list_recipes"}  # jobs/recipes is the folder of the recipes themselves

@@ -35,4 +35,9 @@ stats         what a log or a run holds, by verl's metric names
 points        a grid of recipes, and what each keeps
 sweep         the driver: every point of a grid over one reading of a log, nothing stored
 chart         a sweep as a drawing
+replay        the kept rows back into verl's actor update: replay.plan, replay.tokens,
+              replay.advantages, replay.share, replay.tensors and replay.dataset make an item of
+              a step, replay.preflight looks at all of them; replay.settings, replay.devices,
+              replay.cpu and replay.worker set up verl, replay.correction weighs what is stale,
+              replay.checkpoints keeps and replay.trainer runs it
 """

@@ -33,14 +33,28 @@ def captured(metadata: pq.FileMetaData) -> Captured | None:
     return found
 
 
+class Digest:
+    """SHA-256 of a column of lists, taken part by part: that of all lengths (int64, -1 for null)
+    and that of all values, both as little-endian bytes, hashed together."""
+
+    def __init__(self) -> None:
+        self._lengths, self._values = hashlib.sha256(), hashlib.sha256()
+
+    def add(self, lists: Any) -> None:
+        """Take an Arrow array of lists of numbers."""
+        lengths = lists.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False)
+        self._lengths.update(lengths.astype("<i8").data)
+        values = lists.flatten().to_numpy(zero_copy_only=False)
+        self._values.update(np.ascontiguousarray(values).data)
+
+    def hexdigest(self) -> str:
+        """The digest of what was added."""
+        return hashlib.sha256(self._lengths.digest() + self._values.digest()).hexdigest()
+
+
 def digest(lists: Any) -> str:
-    """SHA-256 of a column of lists: every length (int64, -1 for null), then all values, both as
-    little-endian bytes. `lists` is an Arrow array or chunked array of lists of numbers."""
-    chunks: list[Any] = lists.chunks if isinstance(lists, pa.ChunkedArray) else [lists]
-    sha256 = hashlib.sha256()
-    for chunk in chunks:
-        lengths = chunk.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False)
-        sha256.update(lengths.astype("<i8").tobytes())
-    for chunk in chunks:
-        sha256.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)).data)
-    return sha256.hexdigest()
+    """The digest of a whole Arrow array or chunked array of lists of numbers."""
+    whole = Digest()
+    for chunk in lists.chunks if isinstance(lists, pa.ChunkedArray) else [lists]:
+        whole.add(chunk)
+    return whole.hexdigest()

@@ -67,7 +67,7 @@ def _find(name: str, shipped: Traversable) -> tuple[str, str]:
     try:
         return Path(name).read_text(encoding="utf-8"), name
     except FileNotFoundError:
-        near = _nearest(name, names(shipped)) or f"; shipped are {', '.join(names(shipped))}"
+        near = nearest(name, names(shipped)) or f"; shipped are {', '.join(names(shipped))}"
         raise RecipeError(f"{name}: neither a shipped recipe nor a file{near}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{name}: cannot be read: {error}") from None
@@ -136,11 +136,12 @@ def known_keys() -> list[str]:
 
 
 def _unknown(key: str) -> RecipeError:
-    near = _nearest(key, known_keys()) or f"; known are {', '.join(known_keys())}"
+    near = nearest(key, known_keys()) or f"; known are {', '.join(known_keys())}"
     return RecipeError(f"{key}: no such recipe key{near}")
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Words that name the known one most like `word`; empty where none is."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 

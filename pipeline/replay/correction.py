@@ -1,0 +1,50 @@
+"""Correction: importance weights and rejection of stale tokens, by verl's own helper.
+
+Weights correct the likelihood of a row, not the stale competition for rank in which it was chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .dataset import Mini
+from .tensors import as_nested, dense
+
+
+def correct(mini: Mini, rules: Any) -> tuple[Mini, dict[str, float]]:
+    """A mini-batch with `rollout_is_weights`, and with tokens rejected in `response_mask`, as
+    `rules` (verl's `algorithm.rollout_correction`) say; -> it and verl's metrics.
+
+    As in verl's V1 trainer `loss_mask` stays as it was, and a session whose last output is rejected
+    whole has no advantage.
+    """
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    batch = mini.batch
+    mask = dense(batch["response_mask"])
+    real = len(mask) - mini.pads
+    if not bool(mask.any()):
+        return mini, {}
+    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=dense(batch["old_log_probs"])[:real],
+        rollout_log_prob=dense(batch["rollout_log_probs"])[:real],
+        response_mask=mask[:real],
+        rollout_is=rules.rollout_is,
+        rollout_is_threshold=rules.rollout_is_threshold,
+        rollout_rs=rules.rollout_rs,
+        rollout_rs_threshold=rules.rollout_rs_threshold,
+    )
+    made: dict[str, torch.Tensor] = {}
+    like = batch["response_mask"]
+    if weights is not None:
+        made["rollout_is_weights"] = as_nested(weights.batch["rollout_is_weights"], like, 1)
+    if rules.rollout_rs is not None:
+        gone = ~kept.any(1) & mini.final[:real]
+        lost = torch.isin(mini.session[:real], mini.session[:real][gone])
+        advantages = dense(batch["advantages"])[:real] * ~lost.unsqueeze(1)
+        made["response_mask"] = as_nested(kept, like, 0)
+        made["advantages"] = as_nested(advantages, like, 0)
+    return replace(mini, batch={**batch, **made}), metrics

@@ -1,0 +1,350 @@
+"""The trainer: one SPMD loop over a run's updates, on every rank alike. No Ray, no inference."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+
+from rollsift.schemas.errors import CheckError, UsageError
+
+from . import checkpoints, preflight
+from .advantages import Advantages
+from .checkpoints import State
+from .correction import correct
+from .dataset import NAMES, Item, Mini, Replay, Rules
+from .devices import everywhere
+from .plan import Plan
+from .settings import refuse, settings
+from .share import Normalizer, Odd, Split
+from .worker import Worker
+
+OldLogProbs = Literal["recompute", "logged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a replay is told. `sets` are verl's settings as KEY=VALUE; the learner's weights are
+    those of `model`, or of `resume`, a checkpoint's folder, else of the newest one in `out`."""
+
+    run: Path
+    model: Path
+    out: Path
+    sets: tuple[str, ...] = ()
+    advantages: Advantages = "verl"
+    normalizer: Normalizer = "kept"
+    odd: Odd = "pad"
+    old_log_probs: OldLogProbs = "recompute"
+    max_lag: int | None = None
+    assume_version: bool = False
+    reference: Path | None = None
+    resume: Path | None = None
+    publish: Path | None = None
+    every: int = 1
+    logs: Path | None = None
+    workers: int = 1
+
+
+@dataclass(slots=True)
+class Telling:
+    """Where a replay tells of itself, on the first rank: metrics of each update, notes for people,
+    and progress."""
+
+    metrics: Callable[[dict[str, Any]], None] = lambda _: None
+    note: Callable[[str], None] = lambda _: None
+    progress: Callable[[int, int], None] = lambda done, total: None
+
+
+def replay(options: Options, device: str, telling: Telling) -> State | None:
+    """Make all updates of a run that are not made yet; -> where it ended, None where there were
+    none. To be called by every rank, inside `devices.process_group`.
+
+    SIGTERM ends it after the update in hand, saved. Raises UsageError, InputError or CheckError
+    before any update where something cannot be used.
+    """
+    return _Trainer(options, device, telling).run()
+
+
+class _Trainer:
+    def __init__(self, options: Options, device: str, telling: Telling) -> None:
+        self.options, self.telling = options, telling
+        self.rank = torch.distributed.get_rank()
+        self.world = torch.distributed.get_world_size()
+        self.plan = Plan(options.run, options.logs)
+        tree = settings(options.model, options.sets, device, max(1, len(self.plan)))
+        refuse(tree, options.advantages, options.normalizer)
+        self.tree, self.actor_rules = tree, tree.actor_rollout_ref.actor
+        self.correction = tree.algorithm.rollout_correction
+        self.source, self.state = self._start()
+        self.from_log = self._from_log()
+
+    def run(self) -> State | None:
+        options, state, count = self.options, self.state, len(self.plan)
+        done = state.done if state else 0
+        version = checkpoints.version_of(self.source or options.model)
+        if done == count:
+            self.telling.note(f"{options.run}: all of its {count} updates are made")
+            return state
+        actor = Worker(self.tree)
+        reference = Worker(self.tree, str(options.reference)) if options.reference else None
+        self._together(lambda: self._preflight(actor, done))
+        if self.source:
+            actor.load(self.source / "actor")
+        rank, ranks = actor.ranks
+        rules = Rules(
+            options.advantages, bool(self.tree.algorithm.norm_adv_by_std_in_grpo), self.from_log,
+            self.tree.temperature, options.max_lag, options.assume_version,
+        )  # fmt: skip
+        data = Replay(
+            options.run, self._split(ranks), rules,
+            logs=options.logs, rank=rank, version=version - done,
+        )  # fmt: skip
+        return self._loop(data, actor, reference, done, version)
+
+    def _loop(
+        self, data: Replay, actor: Worker, reference: Worker | None, done: int, version: int
+    ) -> State | None:
+        save_every, state = int(self.tree.trainer.save_freq), self.state
+        with _terminated() as stop:
+            for item in self._items(data, done):
+                began = time.perf_counter()
+                metrics = self._update(item, actor, reference)
+                done, version = done + 1, version + 1
+                state = State(checkpoints.FORMAT, version, done, item.step, item.manifest)
+                metrics["timing_s/step"] = time.perf_counter() - began
+                self._tell(item, state, metrics)
+                if self.options.publish and (done % self.options.every == 0 or done == len(data)):
+                    self._write(self.options.publish, state, actor.publish)
+                stopped = self._any(bool(stop))
+                if stopped or done == len(data) or (save_every > 0 and done % save_every == 0):
+                    self._write(self.options.out, state, lambda path: actor.save(path / "actor"))
+                if stopped:
+                    self.telling.note(f"ended after update {done} of {len(data)}, which is saved")
+                    break
+        return state
+
+    def _start(self) -> tuple[Path | None, State | None]:
+        """The checkpoint to go on from, and where in the run it is."""
+        newest, wanted = checkpoints.latest(self.options.out), self.options.resume
+        if wanted and newest and wanted.resolve() != newest.resolve():
+            raise UsageError(
+                f"{self.options.out}: its newest checkpoint is {newest.name}, --resume names "
+                f"{wanted}; choose another -o, or resume from that"
+            )
+        source = wanted or newest
+        if source is None:
+            return None, None
+        checkpoints.check_shards(source, self.world)
+        state = checkpoints.state_of(source)
+        if state:
+            found = self.plan.head(state.done - 1) if state.done <= len(self.plan) else None
+            if found is None or found.id != state.manifest:
+                here = f"step {found.step}, manifest {found.id}" if found else "no such update"
+                raise CheckError(
+                    f"{source}: made from another run, or from this one before it changed: update "
+                    f"{state.done} was step {state.step}, manifest {state.manifest}; here it is "
+                    f"{here}. Bring back what it was, or begin anew with --model and another -o"
+                )
+        return source, state
+
+    def _from_log(self) -> tuple[str, ...]:
+        """The log-probs to read beside the tokens; raises UsageError for those that are missing."""
+        rules, options = self.correction, self.options
+        needed = {}
+        if rules.rollout_is or rules.rollout_rs:
+            needed["rollout_log_probs"] = (
+                "importance weights need them: let verl log them (rollout.calculate_log_probs), or "
+                "go without by -s algorithm.rollout_correction.rollout_is=null"
+            )
+        if options.old_log_probs == "logged":
+            needed["old_log_probs"] = "--old-log-probs recompute computes them"
+        if self.actor_rules.use_kl_loss and not (options.reference or self._lora):
+            needed["ref_log_prob"] = "name the reference model: --reference PATH"
+        if options.advantages == "logged":
+            needed["advantages"] = "choose --advantages verl or paper"
+        for name, next_ in needed.items():
+            if lacking := next((s for s in self.plan.steps if name not in _fields(s)), None):
+                file = lacking.manifest.sources[0].file
+                raise UsageError(f"{file}: no column {name}, and {next_}")
+        return tuple(name for name in needed if name != "advantages")
+
+    @property
+    def _lora(self) -> bool:
+        return int(self.tree.actor_rollout_ref.model.lora_rank) > 0
+
+    def _split(self, ranks: int) -> Split:
+        actor, rollout = self.actor_rules, self.tree.actor_rollout_ref.rollout
+        micro = 1
+        if not actor.use_dynamic_bsz:
+            infer = rollout.log_prob_micro_batch_size_per_gpu
+            micro = math.lcm(actor.ppo_micro_batch_size_per_gpu, infer)
+        options = self.options
+        return Split(actor.ppo_mini_batch_size, ranks, micro, options.odd, options.normalizer)
+
+    def _preflight(self, actor: Worker, done: int) -> None:
+        names = (*NAMES, *self.from_log)
+        if self.options.advantages == "logged":
+            names = (*names, "advantages")
+        preflight.check(
+            self.plan, names, actor.vocabulary,
+            recomputed=self.options.old_log_probs == "recompute",
+            part=(done + self.rank, self.world),
+        )  # fmt: skip
+
+    def _items(self, data: Replay, done: int) -> Iterator[Item]:
+        """The updates from `done` on, each read while the one before is used."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        workers = self.options.workers
+        loader = StatefulDataLoader(
+            data, batch_size=None, sampler=range(done, len(data)), num_workers=workers,
+            multiprocessing_context="spawn" if workers else None,
+        )  # fmt: skip
+        items = iter(loader)
+        for number in range(done, len(data)):
+            item: list[Item] = []
+            self._together(lambda held=item: held.append(next(items)))  # type: ignore[misc]
+            self.telling.progress(number, len(data))
+            yield item[0]
+        self.telling.progress(len(data), len(data))
+
+    def _update(self, item: Item, actor: Worker, reference: Worker | None) -> dict[str, Any]:
+        """One update: old log-probs and weights under the weights before it, then its mini-batches,
+        `ppo_epochs` times; the learning rate's schedule steps on with the last."""
+        timing: dict[str, float] = {}
+        corrections: list[dict[str, float]] = []
+        minis = []
+        for mini in item.minis:
+            with _timed(timing, "old_log_prob"):
+                mini = self._with(mini, "old_log_probs", actor)
+            if self.actor_rules.use_kl_loss:
+                with _timed(timing, "ref"):
+                    mini = self._with(mini, "ref_log_prob", reference or actor)
+            if "rollout_log_probs" in mini.batch:
+                mini, told = correct(mini, self.correction)
+                corrections.append(told)
+            minis.append(mini)
+        outputs = []
+        with _timed(timing, "update_actor"):
+            for epoch in range(self.actor_rules.ppo_epochs):
+                for number, mini in enumerate(minis, 1):
+                    last = epoch + 1 == self.actor_rules.ppo_epochs and number == len(minis)
+                    outputs.append(actor.train(mini, last=last))
+        told = _means(self._gathered(corrections))
+        return {**told, **actor_metrics([out for out in outputs if out]), **_seconds(timing)}
+
+    def _with(self, mini: Mini, name: str, worker: Worker) -> Mini:
+        """The mini-batch with log-probs: as logged, else as the worker's model has them now."""
+        if name in mini.batch:
+            return mini
+        without_lora = name == "ref_log_prob" and not self.options.reference
+        found = worker.log_probs(mini, without_lora=without_lora)
+        return replace(mini, batch={**mini.batch, name: found})
+
+    def _tell(self, item: Item, state: State, metrics: dict[str, Any]) -> None:
+        counts = item.counts
+        if counts.get("singletons") and self.options.advantages == "verl":
+            self.telling.note(
+                f"step {item.step}: {counts['singletons']} groups keep one rollout, whose "
+                "advantage is then its raw reward, as in verl"
+            )
+        if counts.get("trimmed_groups"):
+            self.telling.note(f"step {item.step}: {counts['trimmed_groups']} groups trimmed")
+        if counts.get("stale_groups"):
+            self.telling.note(
+                f"step {item.step}: {counts['stale_groups']} groups left out, more than "
+                f"{self.options.max_lag} updates behind"
+            )
+        said = {f"replay/{name}": value for name, value in counts.items()}
+        head = {"training/global_step": state.version, "replay/step": item.step}
+        self.telling.metrics({**head, **said, **item.metrics, **metrics})
+
+    def _write(self, out: Path, state: State, fill: Callable[[Path], None]) -> None:
+        name = f"global_step_{state.version}"
+        self._together(lambda: checkpoints.write_whole(out, name, state, fill, self.rank, _barrier))
+
+    def _together(self, work: Callable[[], Any]) -> None:
+        """Do what every rank does; where it fails on one, it fails on all."""
+        failed: BaseException | None = None
+        try:
+            work()
+        except Exception as error:  # told to the others first, then raised
+            failed = error
+        everywhere(failed)
+
+    def _any(self, here: bool) -> bool:
+        return any(self._gathered([here]))
+
+    def _gathered(self, here: list[Any]) -> list[Any]:
+        found: list[list[Any]] = [[]] * self.world
+        torch.distributed.all_gather_object(found, here)
+        return [value for part in found for value in part]
+
+
+def actor_metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
+    """What verl's worker returned for each mini-batch, reduced and named as verl's trainer does."""
+    from verl.utils.metric import Metric, reduce_metrics
+    from verl.utils.py_functional import append_to_dict, rename_dict
+
+    found: dict[str, Any] = {}
+    for output in outputs:
+        for key, value in output.items():
+            if isinstance(value, list) and value:
+                flat = isinstance(value[0], Metric)
+                output[key] = (
+                    Metric.aggregate_dp(value) if flat else [v for part in value for v in part]
+                )
+        append_to_dict(found, output)
+    renamed = rename_dict(found, "actor/")
+    if "actor/mfu" in renamed:
+        renamed["perf/mfu/actor"] = renamed.pop("actor/mfu")
+    return {key: float(value) for key, value in reduce_metrics(renamed).items()}
+
+
+def _means(parts: list[dict[str, float]]) -> dict[str, float]:
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: math.fsum(p[key] for p in parts if key in p) / sum(key in p for p in parts)
+            for key in keys}  # fmt: skip
+
+
+def _seconds(timing: dict[str, float]) -> dict[str, float]:
+    return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+
+
+def _fields(step: Any) -> dict[str, str]:
+    fields: dict[str, str] = step.manifest.field_types
+    return fields
+
+
+def _barrier() -> None:
+    torch.distributed.barrier()
+
+
+@contextmanager
+def _timed(timing: dict[str, float], name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    timing[name] = timing.get(name, 0.0) + time.perf_counter() - began
+
+
+@contextmanager
+def _terminated() -> Iterator[list[int]]:
+    """A list that holds SIGTERM once it came; the update in hand goes on."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
