@@ -12,12 +12,13 @@ from rollsift.pipeline.replay.devices import DEVICES, choose, process_group
 
 from .output import as_json, note, progress
 
+INTERRUPTED = 130
 FOLDER = click.Path(path_type=Path)
 
 
 @click.command(
     "replay",
-    epilog="Example: rollsift replay run --model Qwen/Qwen3-1.7B -s actor.optim.lr=1e-6 -o ckpt",
+    epilog="Example: rollsift replay run --model Qwen3-1.7B -s actor.optim.lr=1e-6 -o ckpt",
 )
 @click.argument("run", metavar="RUN", type=FOLDER)
 @click.option(
@@ -83,23 +84,21 @@ def command(device: str, run: Path, **told: Any) -> int:
     with process_group(found):
         telling = Telling()
         if first:
-            telling = Telling(lambda metrics: click.echo(as_json(metrics)), note, _Bar())
+            telling = Telling(lambda metrics: click.echo(as_json(metrics)), note, _Bars())
         options = Options(run=run, **told)
-        replay(options, found, telling)
-    return 0
+        return 0 if replay(options, found, telling) else INTERRUPTED
 
 
-class _Bar:
-    """A bar on stderr, made once its length is known."""
+class _Bars:
+    """A bar on stderr for each thing that is done, made once its length is known."""
 
     def __init__(self) -> None:
-        self.bar: Any = None
-        self.at = 0
+        self.bars: dict[str, Any] = {}
 
-    def __call__(self, done: int, total: int) -> None:
-        if self.bar is None:
-            self.bar = progress(total, "replay")
-        self.bar.update(done - self.at)
-        self.at = done
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what not in self.bars:
+            self.bars[what] = progress(total, what)
+        bar = self.bars[what]
+        bar.update(done - bar.pos)
         if done == total:
-            self.bar.render_finish()
+            bar.render_finish()

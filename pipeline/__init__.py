@@ -39,5 +39,5 @@ replay        the kept rows back into verl's actor update: replay.plan, replay.t
               replay.advantages, replay.share, replay.tensors and replay.dataset make an item of
               a step, replay.preflight looks at all of them; replay.settings, replay.devices,
               replay.cpu and replay.worker set up verl, replay.correction weighs what is stale,
-              replay.checkpoints keeps and replay.trainer runs it
+              replay.update trains on an item, replay.checkpoints keeps and replay.trainer runs it
 """

@@ -21,6 +21,8 @@ import msgspec
 from rollsift.pipeline.files import naming, put, sync
 from rollsift.schemas.errors import InputError, UsageError
 
+from .devices import together
+
 FORMAT = 1
 TRACKER, STATE = "latest_checkpointed_iteration.txt", "rollsift.json"
 _NAME = re.compile(r"global_step_([0-9]+)")
@@ -98,34 +100,32 @@ def check_shards(folder: Path, ranks: int) -> Path:
 
 
 def write_whole(
-    out: Path,
-    name: str,
-    state: State,
-    fill: Callable[[Path], None],
-    rank: int,
-    barrier: Callable[[], None],
-) -> Path:
+    out: Path, name: str, state: State, fill: Callable[[Path], None], rank: int
+) -> None:
     """Let all ranks `fill` a folder; it gets its name, and the tracker names it, once all of it is
-    on the disk. One that is there already under this name gives way."""
-    building, folder = out / f".building-{name}", out / name
-    if rank == 0:
-        with naming(building):
-            shutil.rmtree(building, ignore_errors=True)
-            building.mkdir(parents=True)
-    barrier()
-    fill(building)
-    barrier()
-    if rank == 0:
-        with naming(folder):
-            put(building / STATE, msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
-            for inner, _, files in os.walk(building):
-                for file in (*files, "."):
-                    sync(Path(inner) / file)
-            shutil.rmtree(folder, ignore_errors=True)
-            building.rename(folder)
-            sync(out)
-            put(out / f".{TRACKER}", str(state.version).encode())
-            (out / f".{TRACKER}").rename(out / TRACKER)
-            sync(out)
-    barrier()
-    return folder
+    on the disk. One that is there already under this name, and not yet tracked, gives way."""
+    building = out / f".building-{name}"
+    together(lambda: _empty(building) if rank == 0 else None)
+    together(lambda: fill(building))
+    together(lambda: _name(building, out / name, state) if rank == 0 else None)
+
+
+def _empty(folder: Path) -> None:
+    with naming(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+
+def _name(building: Path, folder: Path, state: State) -> None:
+    out = folder.parent
+    with naming(folder):
+        put(building / STATE, msgspec.json.format(msgspec.json.encode(state), indent=1) + b"\n")
+        for inner, _, files in os.walk(building):
+            for file in (*files, "."):
+                sync(Path(inner) / file)
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+        sync(out)
+        put(out / f".{TRACKER}", str(state.version).encode())
+        (out / f".{TRACKER}").rename(out / TRACKER)
+        sync(out)

@@ -5,6 +5,7 @@ Weights correct the likelihood of a row, not the stale competition for rank in w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,30 @@ import torch
 
 from .dataset import Mini
 from .tensors import as_nested, dense
+
+
+def weights_of(minis: Sequence[Mini], by_sequence: bool) -> tuple[float, int]:
+    """Sum and number of the weights: of the tokens that the policy wrote, or of the sequences, each
+    with the mean of its tokens'; padding does not count."""
+    total, count = 0.0, 0
+    for mini in minis:
+        real = len(mini.session) - mini.pads
+        mask = dense(mini.batch["loss_mask"])[:real] > 0
+        weights = dense(mini.batch["rollout_is_weights"])[:real].double() * mask
+        if by_sequence:
+            written = mask.sum(1)
+            found = (weights.sum(1) / written.clamp(min=1))[written > 0]
+        else:
+            found = weights[mask]
+        total, count = total + float(found.sum()), count + len(found)
+    return total, count
+
+
+def scaled(mini: Mini, by: float) -> Mini:
+    """A mini-batch whose weights are divided by their mean."""
+    weights = mini.batch["rollout_is_weights"]
+    divided = torch.nested.nested_tensor_from_jagged(weights.values() / by, weights.offsets())
+    return replace(mini, batch={**mini.batch, "rollout_is_weights": divided})
 
 
 def correct(mini: Mini, rules: Any) -> tuple[Mini, dict[str, float]]:
@@ -26,8 +51,9 @@ def correct(mini: Mini, rules: Any) -> tuple[Mini, dict[str, float]]:
     batch = mini.batch
     mask = dense(batch["response_mask"])
     real = len(mask) - mini.pads
-    if not bool(mask.any()):
-        return mini, {}
+    if not bool(mask.any()):  # padding only: verl's helper refuses it
+        ones = torch.ones_like(batch["old_log_probs"])
+        return replace(mini, batch={**batch, "rollout_is_weights": ones}), {}
     weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
         old_log_prob=dense(batch["old_log_probs"])[:real],
         rollout_log_prob=dense(batch["rollout_log_probs"])[:real],
@@ -41,7 +67,7 @@ def correct(mini: Mini, rules: Any) -> tuple[Mini, dict[str, float]]:
     like = batch["response_mask"]
     if weights is not None:
         made["rollout_is_weights"] = as_nested(weights.batch["rollout_is_weights"], like, 1)
-    if rules.rollout_rs is not None:
+    if rules.rollout_rs is not None and "advantages" in batch:
         gone = ~kept.any(1) & mini.final[:real]
         lost = torch.isin(mini.session[:real], mini.session[:real][gone])
         advantages = dense(batch["advantages"])[:real] * ~lost.unsqueeze(1)

@@ -7,7 +7,7 @@ multiprocessing_context="spawn")`. Any item can be made by itself, so a position
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ NAMES = ("prompt_ids", "response_ids", "response_mask")
 class Rules:
     """What an update is made of: how its advantages are computed (`scale` by the standard
     deviation), which logged log-probs it brings along, and how far behind the learner a group may
-    be. `assume_version` takes step - 1 for versions that were not logged."""
+    be. `assume_version` takes step - 1 for versions that were not logged. `rejected` brings along
+    the rows of the groups that were not kept, for weights that are normalised over all."""
 
     advantages: Advantages = "verl"
     scale: bool = True
@@ -38,6 +39,7 @@ class Rules:
     temperature: float | None = None
     max_lag: int | None = None
     assume_version: bool = False
+    rejected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,15 @@ class Mini:
 @dataclass(frozen=True, slots=True)
 class Item:
     """An update of one rank. `counts` are integers for people: rows, groups, stale_groups,
-    singletons, trimmed_groups, lag_max; `metrics` floats of the whole update by verl's names."""
+    singletons, trimmed_groups, lag_max; `metrics` floats of the whole update by verl's names.
+    `rejected` are this rank's rows that were not kept, where they are wanted."""
 
     step: int
     manifest: str
     minis: list[Mini]
     counts: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    rejected: Mini | None = None
 
 
 class Replay(torch.utils.data.Dataset[Item]):  # type: ignore[misc]  # torch is not there
@@ -103,7 +107,10 @@ class Replay(torch.utils.data.Dataset[Item]):  # type: ignore[misc]  # torch is 
         }
         if not len(update):
             return Item(whole.step, whole.manifest, [], counts)
-        return self._item(update, counts)
+        item = self._item(update, counts)
+        return (
+            replace(item, rejected=self._rejected(index, update)) if self.rules.rejected else item
+        )
 
     def _item(self, update: Update, counts: dict[str, int]) -> Item:
         rules = self.rules
@@ -120,9 +127,24 @@ class Replay(torch.utils.data.Dataset[Item]):  # type: ignore[misc]  # torch is 
             per_row = advantages(update, rules.advantages, rules.scale).numpy()
             by_token = np.repeat(per_row, mask.lengths) * mask.values.astype(np.float32)
             lists["advantages"] = Lists(by_token, mask.offsets)
-        heat = self._temperatures(update)
-        minis = [_mini(update, lists, mini[self.rank], heat) for mini in found.minis]
+        heat = self._temperatures(update.path, update.rows)
+        minis = [
+            _mini(update.session, update.final, lists, mini[self.rank], heat)
+            for mini in found.minis
+        ]
         return Item(update.step, update.manifest, minis, counts, _metrics(update, lists, tokens))
+
+    def _rejected(self, index: int, update: Update) -> Mini | None:
+        rows = self.plan.rejected(index, update)
+        ranks, micro = self.split.ranks, self.split.micro
+        if not len(rows):
+            return None
+        lists = read(update.path, rows, (*NAMES, "rollout_log_probs"))
+        mine = np.arange(self.rank, len(rows), ranks)
+        places = -(-len(rows) // (ranks * micro)) * micro
+        share = Share(mine, places - len(mine), 0, len(rows))
+        alone = np.arange(len(rows), dtype=np.int64)
+        return _mini(alone, alone >= 0, lists, share, self._temperatures(update.path, rows))
 
     def _lag(self, update: Update, learner: int) -> Ints:
         """[n] how many updates a row's weights are behind the learner's; 0 where not logged."""
@@ -143,31 +165,32 @@ class Replay(torch.utils.data.Dataset[Item]):  # type: ignore[misc]  # torch is 
             return np.zeros(len(update.offsets) - 1, np.bool_)
         return np.maximum.reduceat(lag, update.offsets[:-1]) > self.rules.max_lag
 
-    def _temperatures(self, update: Update) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """[n] the sampling temperature of each row: as logged, else the one that was named."""
+    def _temperatures(self, path: Path, rows: Ints) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """[rows] the sampling temperature of each row: as logged, else the one that was named."""
         named = self.rules.temperature
-        if "temperature" not in pl.read_parquet_schema(update.path):
+        if "temperature" not in pl.read_parquet_schema(path):
             if named is None:
                 raise InputError(
-                    f"{update.path}: no column temperature, and log-probs depend on it; name the "
+                    f"{path}: no column temperature, and log-probs depend on it; name the "
                     "one that was sampled with: -s rollout.temperature=1.0"
                 )
-            return np.full(len(update), named, np.float32)
-        column = pl.read_parquet(update.path, columns=["temperature"], glob=False).to_series()
-        logged = column.gather(update.rows)
+            return np.full(len(rows), named, np.float32)
+        column = pl.read_parquet(path, columns=["temperature"], glob=False).to_series()
+        logged = column.gather(rows)
         if logged.null_count() or not (logged > 0).all():
             raise InputError(
-                f"{update.path}: temperature is null, 0 or less in a kept row; log-probs at that "
+                f"{path}: temperature is null, 0 or less in a kept row; log-probs at that "
                 "temperature cannot be computed"
             )
         if named is not None and bool((logged != named).any()):
             other = logged.filter(logged != named)[0]
-            raise UsageError(f"rollout.temperature={named}, but {update.path} logged {other}")
+            raise UsageError(f"rollout.temperature={named}, but {path} logged {other}")
         return logged.cast(pl.Float32).to_numpy()
 
 
 def _mini(
-    update: Update,
+    session: Ints,
+    final: np.ndarray[Any, np.dtype[np.bool_]],
     lists: Mapping[str, Lists],
     share: Share,
     heat: np.ndarray[Any, np.dtype[np.float32]],
@@ -195,8 +218,8 @@ def _mini(
         global_batch_size=share.global_batch_size,
         temperature=float(heat[0]) if one else torch.from_numpy(np.concatenate([heat[rows], ones])),
         pads=pads,
-        session=torch.from_numpy(np.concatenate([update.session[rows], np.full(pads, -1)])),
-        final=torch.from_numpy(np.concatenate([update.final[rows], np.ones(pads, np.bool_)])),
+        session=torch.from_numpy(np.concatenate([session[rows], np.full(pads, -1)])),
+        final=torch.from_numpy(np.concatenate([final[rows], np.ones(pads, np.bool_)])),
     )
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 from rollsift.schemas.errors import RollsiftError, UsageError
 
 DEVICES: Final = ("auto", "npu", "cuda", "cpu")
+_CPU = "rollsift.pipeline.replay.cpu"
 _CANN = (
     "is CANN set up (source /usr/local/Ascend/ascend-toolkit/set_env.sh), and is torch_npu of the "
     "same release as torch? See pipeline/replay/README.md"
@@ -72,17 +74,21 @@ def process_group(device: str) -> Iterator[None]:
     if device == "cpu":  # verl knows no CPU, but takes platforms and engines by name
         os.environ["VERL_PLATFORM"] = "cpu"
         os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+        modules = os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")
+        os.environ["VERL_USE_EXTERNAL_MODULES"] = ",".join({*modules, _CPU} - {""})
     if find_spec("verl") is None:
         raise UsageError("replay needs verl, which is not installed: pip install rollsift[verl]")
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}  # fmt: skip
         os.environ.update(alone)
+    import verl  # its import sets filters of warnings anew
     from torch import distributed
 
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\w+ engine is not available", UserWarning)
+        import verl.workers.engine  # noqa: F401
     if device == "cpu":
-        from . import cpu  # noqa: F401  # registers the platform
-
         distributed.init_process_group("gloo")
     else:
         from verl.utils.distributed import initialize_global_process_group
@@ -100,17 +106,27 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def everywhere(error: BaseException | None) -> None:
-    """Raise on every rank what was raised on any, the lowest rank's: no rank waits for one that is
-    gone. To be called by all ranks alike."""
+def gathered(here: list[Any]) -> list[Any]:
+    """The values of all ranks, in their order. To be called by all of them alike."""
     from torch import distributed
 
-    told = None if error is None else (type(error), str(error))
-    found: list[tuple[type[BaseException], str] | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, told)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(found):
+    found: list[list[Any]] = [[]] * distributed.get_world_size()
+    distributed.all_gather_object(found, here)
+    return [value for part in found for value in part]
+
+
+def together(work: Callable[[], Any]) -> None:
+    """Do a part of what every rank does; where it fails on one, it fails on all, so that no rank
+    waits for one that is gone."""
+    failed: Exception | None = None
+    try:
+        work()
+    except Exception as error:  # told to the others first, then raised
+        failed = error
+    told = gathered([failed and (type(failed), str(failed))])
+    if failed:
+        raise failed
+    for rank, other in enumerate(told):
         if other:
             kind = other[0] if issubclass(other[0], RollsiftError) else RollsiftError
             raise kind(f"rank {rank}: {other[1]}")

@@ -12,6 +12,7 @@ import polars as pl
 from rollsift.pipeline.groups import ROW_KEY
 from rollsift.pipeline.store import Run, Step
 from rollsift.schemas.errors import RESTORE, CheckError, InputError
+from rollsift.schemas.reasons import NOT_COUNTED
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -114,6 +115,17 @@ class Plan:
             reward=kept["reward"].to_numpy(),
             version=kept["policy_version"].fill_null(-1).to_numpy(),
         )
+
+    def rejected(self, index: int, update: Update) -> Ints:
+        """The rows of the update's groups that count but were not kept, in source order."""
+        step = self.steps[index]
+        file = self.run.table("rollouts", step.step, step.version)
+        columns = ["group", "source_row", "reason", "kept"]
+        table = pl.read_parquet(file, columns=columns, glob=False)
+        groups = table.filter(pl.col("source_row").is_in(update.rows))["group"].unique()
+        counts = ~pl.col("reason").cast(pl.String).is_in(NOT_COUNTED)
+        found = table.filter(~pl.col("kept") & counts & pl.col("group").is_in(groups.implode()))
+        return found["source_row"].to_numpy()
 
     def _kept(self, step: Step) -> pl.DataFrame:
         file = self.run.table("rollouts", step.step, step.version)

@@ -53,7 +53,7 @@ def check(
                     f"{update.path}: {name} holds id {worst}, the model's vocabulary has "
                     f"{vocabulary}; is it the model that these rollouts were sampled for?"
                 )
-        progress(1)
+        progress(min(index + part[1], len(plan)))
 
 
 def _check_source(plan: Plan, index: int, path: Path) -> None:

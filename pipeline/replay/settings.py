@@ -54,6 +54,8 @@ def settings(model: Path, sets: Sequence[str], device: str, updates: int) -> Any
     """
     from omegaconf import OmegaConf, open_dict
 
+    if not (model / "config.json").is_file():
+        raise UsageError(f"{model}: no config.json there; name the folder of a Hugging Face model")
     tree = OmegaConf.load(_defaults())
     tree.actor_rollout_ref.model.path = str(model)
     tree.algorithm.adv_estimator = "grpo"
@@ -157,7 +159,9 @@ def _json_or_text(text: str) -> Any:
 def refuse(tree: Any, advantages: Advantages, normalizer: Normalizer) -> None:
     """Raise UsageError for what would be silently wrong, or has not been tested."""
     actor, algorithm = tree.actor_rollout_ref.actor, tree.algorithm
-    mode = actor.policy_loss.loss_mode
+    mode, engine = actor.policy_loss.loss_mode, actor.fsdp_config
+    override = tree.actor_rollout_ref.model.override_config
+    attention = override.get("attn_implementation", "flash_attention_2")
     both = normalizer == "all"
     whys = [
         (
@@ -182,6 +186,12 @@ def refuse(tree: Any, advantages: Advantages, normalizer: Normalizer) -> None:
             algorithm.rollout_correction.bypass_mode or mode == "bypass_mode",
             "bypass_mode: verl's V1 trainer ignores importance weights in it; use --old-log-probs "
             "logged",
+        ),
+        (
+            max(actor.ulysses_sequence_parallel_size, engine.ulysses_sequence_parallel_size) > 1
+            and not attention.startswith("flash_attention"),
+            f"ulysses_sequence_parallel_size with {attention} attention: verl exchanges heads in "
+            "flash attention only, elsewhere each rank would see its part of a sequence alone",
         ),
         (actor.shuffle, "actor.shuffle: mini-batches are whole groups in training order"),
         (actor.use_prefix_grouper, "actor.use_prefix_grouper is not tested"),

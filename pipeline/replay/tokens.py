@@ -102,7 +102,7 @@ def _lists(
         raise InputError(f"{path}: {name} holds {array.type}, expected lists of numbers")
     if array.null_count:
         row = rows[array.is_null().to_numpy(zero_copy_only=False).argmax()]
-        raise InputError(f"{path}, row {row}: {name} is null, expected a list")
+        raise InputError(f"{path}, row {row}: {name} is null, expected a list: not logged for it")
     flat = array.flatten()
     if flat.null_count:
         raise InputError(f"{path}: {name} holds a null among its numbers")
@@ -129,6 +129,8 @@ def _check(found: Mapping[str, Lists], path: Path, rows: np.ndarray[Any, Any]) -
         if lists.values.dtype == np.float32 and not np.isfinite(lists.values).all():
             at = int(np.searchsorted(lists.offsets, (~np.isfinite(lists.values)).argmax(), "right"))
             raise InputError(f"{path}, row {rows[at - 1]}: {name} holds NaN or infinity")
+    if "response_mask" in found and (found["response_mask"].values & ~1).any():
+        raise InputError(f"{path}: response_mask holds other values than 0 and 1")
     for name in IDS:
         if name in found and (found[name].lengths == 0).any():
             at = int((found[name].lengths == 0).argmax())

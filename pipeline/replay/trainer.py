@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -19,12 +19,12 @@ from rollsift.schemas.errors import CheckError, UsageError
 from . import checkpoints, preflight
 from .advantages import Advantages
 from .checkpoints import State
-from .correction import correct
-from .dataset import NAMES, Item, Mini, Replay, Rules
-from .devices import everywhere
+from .dataset import NAMES, Item, Replay, Rules
+from .devices import gathered, together
 from .plan import Plan
 from .settings import refuse, settings
 from .share import Normalizer, Odd, Split
+from .update import Updater
 from .worker import Worker
 
 OldLogProbs = Literal["recompute", "logged"]
@@ -60,12 +60,12 @@ class Telling:
 
     metrics: Callable[[dict[str, Any]], None] = lambda _: None
     note: Callable[[str], None] = lambda _: None
-    progress: Callable[[int, int], None] = lambda done, total: None
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
 
 
-def replay(options: Options, device: str, telling: Telling) -> State | None:
-    """Make all updates of a run that are not made yet; -> where it ended, None where there were
-    none. To be called by every rank, inside `devices.process_group`.
+def replay(options: Options, device: str, telling: Telling) -> bool:
+    """Make all updates of a run that are not made yet; -> whether all of them are. To be called by
+    every rank, inside `devices.process_group`.
 
     SIGTERM ends it after the update in hand, saved. Raises UsageError, InputError or CheckError
     before any update where something cannot be used.
@@ -86,50 +86,50 @@ class _Trainer:
         self.source, self.state = self._start()
         self.from_log = self._from_log()
 
-    def run(self) -> State | None:
+    def run(self) -> bool:
         options, state, count = self.options, self.state, len(self.plan)
         done = state.done if state else 0
         version = checkpoints.version_of(self.source or options.model)
         if done == count:
             self.telling.note(f"{options.run}: all of its {count} updates are made")
-            return state
+            return True
         actor = Worker(self.tree)
         reference = Worker(self.tree, str(options.reference)) if options.reference else None
-        self._together(lambda: self._preflight(actor, done))
+        updater = Updater(self.tree, actor, reference)
+        together(lambda: self._preflight(actor, done))
         if self.source:
             actor.load(self.source / "actor")
         rank, ranks = actor.ranks
         rules = Rules(
             options.advantages, bool(self.tree.algorithm.norm_adv_by_std_in_grpo), self.from_log,
             self.tree.temperature, options.max_lag, options.assume_version,
+            updater.normalised,
         )  # fmt: skip
         data = Replay(
             options.run, self._split(ranks), rules,
             logs=options.logs, rank=rank, version=version - done,
         )  # fmt: skip
-        return self._loop(data, actor, reference, done, version)
+        return self._loop(data, updater, done, version)
 
-    def _loop(
-        self, data: Replay, actor: Worker, reference: Worker | None, done: int, version: int
-    ) -> State | None:
-        save_every, state = int(self.tree.trainer.save_freq), self.state
+    def _loop(self, data: Replay, updater: Updater, done: int, version: int) -> bool:
+        save_every, actor = int(self.tree.trainer.save_freq), updater.actor
         with _terminated() as stop:
             for item in self._items(data, done):
                 began = time.perf_counter()
-                metrics = self._update(item, actor, reference)
+                metrics = updater.update(item)
                 done, version = done + 1, version + 1
                 state = State(checkpoints.FORMAT, version, done, item.step, item.manifest)
                 metrics["timing_s/step"] = time.perf_counter() - began
                 self._tell(item, state, metrics)
                 if self.options.publish and (done % self.options.every == 0 or done == len(data)):
                     self._write(self.options.publish, state, actor.publish)
-                stopped = self._any(bool(stop))
+                stopped = any(gathered([bool(stop)]))
                 if stopped or done == len(data) or (save_every > 0 and done % save_every == 0):
                     self._write(self.options.out, state, lambda path: actor.save(path / "actor"))
                 if stopped:
                     self.telling.note(f"ended after update {done} of {len(data)}, which is saved")
-                    break
-        return state
+                    return done == len(data)
+        return True
 
     def _start(self) -> tuple[Path | None, State | None]:
         """The checkpoint to go on from, and where in the run it is."""
@@ -197,6 +197,7 @@ class _Trainer:
             self.plan, names, actor.vocabulary,
             recomputed=self.options.old_log_probs == "recompute",
             part=(done + self.rank, self.world),
+            progress=lambda at: self.telling.progress("check", at, len(self.plan)),
         )  # fmt: skip
 
     def _items(self, data: Replay, done: int) -> Iterator[Item]:
@@ -211,43 +212,10 @@ class _Trainer:
         items = iter(loader)
         for number in range(done, len(data)):
             item: list[Item] = []
-            self._together(lambda held=item: held.append(next(items)))  # type: ignore[misc]
-            self.telling.progress(number, len(data))
+            together(lambda held=item: held.append(next(items)))  # type: ignore[misc]
+            self.telling.progress("replay", number, len(data))
             yield item[0]
-        self.telling.progress(len(data), len(data))
-
-    def _update(self, item: Item, actor: Worker, reference: Worker | None) -> dict[str, Any]:
-        """One update: old log-probs and weights under the weights before it, then its mini-batches,
-        `ppo_epochs` times; the learning rate's schedule steps on with the last."""
-        timing: dict[str, float] = {}
-        corrections: list[dict[str, float]] = []
-        minis = []
-        for mini in item.minis:
-            with _timed(timing, "old_log_prob"):
-                mini = self._with(mini, "old_log_probs", actor)
-            if self.actor_rules.use_kl_loss:
-                with _timed(timing, "ref"):
-                    mini = self._with(mini, "ref_log_prob", reference or actor)
-            if "rollout_log_probs" in mini.batch:
-                mini, told = correct(mini, self.correction)
-                corrections.append(told)
-            minis.append(mini)
-        outputs = []
-        with _timed(timing, "update_actor"):
-            for epoch in range(self.actor_rules.ppo_epochs):
-                for number, mini in enumerate(minis, 1):
-                    last = epoch + 1 == self.actor_rules.ppo_epochs and number == len(minis)
-                    outputs.append(actor.train(mini, last=last))
-        told = _means(self._gathered(corrections))
-        return {**told, **actor_metrics([out for out in outputs if out]), **_seconds(timing)}
-
-    def _with(self, mini: Mini, name: str, worker: Worker) -> Mini:
-        """The mini-batch with log-probs: as logged, else as the worker's model has them now."""
-        if name in mini.batch:
-            return mini
-        without_lora = name == "ref_log_prob" and not self.options.reference
-        found = worker.log_probs(mini, without_lora=without_lora)
-        return replace(mini, batch={**mini.batch, name: found})
+        self.telling.progress("replay", len(data), len(data))
 
     def _tell(self, item: Item, state: State, metrics: dict[str, Any]) -> None:
         counts = item.counts
@@ -269,70 +237,12 @@ class _Trainer:
 
     def _write(self, out: Path, state: State, fill: Callable[[Path], None]) -> None:
         name = f"global_step_{state.version}"
-        self._together(lambda: checkpoints.write_whole(out, name, state, fill, self.rank, _barrier))
-
-    def _together(self, work: Callable[[], Any]) -> None:
-        """Do what every rank does; where it fails on one, it fails on all."""
-        failed: BaseException | None = None
-        try:
-            work()
-        except Exception as error:  # told to the others first, then raised
-            failed = error
-        everywhere(failed)
-
-    def _any(self, here: bool) -> bool:
-        return any(self._gathered([here]))
-
-    def _gathered(self, here: list[Any]) -> list[Any]:
-        found: list[list[Any]] = [[]] * self.world
-        torch.distributed.all_gather_object(found, here)
-        return [value for part in found for value in part]
-
-
-def actor_metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
-    """What verl's worker returned for each mini-batch, reduced and named as verl's trainer does."""
-    from verl.utils.metric import Metric, reduce_metrics
-    from verl.utils.py_functional import append_to_dict, rename_dict
-
-    found: dict[str, Any] = {}
-    for output in outputs:
-        for key, value in output.items():
-            if isinstance(value, list) and value:
-                flat = isinstance(value[0], Metric)
-                output[key] = (
-                    Metric.aggregate_dp(value) if flat else [v for part in value for v in part]
-                )
-        append_to_dict(found, output)
-    renamed = rename_dict(found, "actor/")
-    if "actor/mfu" in renamed:
-        renamed["perf/mfu/actor"] = renamed.pop("actor/mfu")
-    return {key: float(value) for key, value in reduce_metrics(renamed).items()}
-
-
-def _means(parts: list[dict[str, float]]) -> dict[str, float]:
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: math.fsum(p[key] for p in parts if key in p) / sum(key in p for p in parts)
-            for key in keys}  # fmt: skip
-
-
-def _seconds(timing: dict[str, float]) -> dict[str, float]:
-    return {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+        checkpoints.write_whole(out, name, state, fill, self.rank)
 
 
 def _fields(step: Any) -> dict[str, str]:
     fields: dict[str, str] = step.manifest.field_types
     return fields
-
-
-def _barrier() -> None:
-    torch.distributed.barrier()
-
-
-@contextmanager
-def _timed(timing: dict[str, float], name: str) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    timing[name] = timing.get(name, 0.0) + time.perf_counter() - began
 
 
 @contextmanager

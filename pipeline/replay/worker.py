@@ -62,9 +62,8 @@ class Worker:
         """How many ids the model knows."""
         return int(self.worker.model_config.hf_config.get_text_config().vocab_size)
 
-    def log_probs(self, mini: Mini, *, without_lora: bool = False) -> torch.Tensor | None:
-        """Log-probs of the responses' tokens, nested [rows, tokens] float32; None on ranks that
-        hold no output."""
+    def log_probs(self, mini: Mini, *, without_lora: bool = False) -> torch.Tensor:
+        """Log-probs of the responses' tokens, nested [rows, tokens] float32."""
         from verl.utils import tensordict_utils as tu
         from verl.workers.utils.padding import response_from_nested
 
@@ -72,12 +71,16 @@ class Worker:
         data = _tensordict(mini, meta)
         with redirect_stdout(sys.stderr):
             output = self.worker.infer_batch(data)
-        if output is None:
-            return None
-        found = response_from_nested(tu.get(output, "log_probs"), mini.batch["response_mask"])
-        return torch.nested.nested_tensor_from_jagged(
-            found.values().float(), mini.batch["responses"].offsets()
-        )
+        mask = mini.batch["response_mask"]
+        found = None
+        if output is not None:
+            found = response_from_nested(tu.get(output, "log_probs"), mask).values().float()
+        if (mesh := self.worker.engine.ulysses_device_mesh) is not None:
+            # Of the ranks that share a sequence, the first alone holds the output.
+            held = [found]
+            torch.distributed.broadcast_object_list(held, group=mesh.get_group("sp"), group_src=0)
+            found = held[0]
+        return torch.nested.nested_tensor_from_jagged(found, mask.offsets())
 
     def train(self, mini: Mini, *, last: bool) -> dict[str, Any]:
         """One optimizer step; the learning rate's schedule steps on with the `last` of an update.
