@@ -1,7 +1,7 @@
 """Captured files: what a Parquet that capture wrote holds, a row per output of a rollout.
 
-Light columns stand before the lists of tokens. A group is never cut by a row group. Reward
-components follow as columns of their own names.
+Light columns stand first, then reward components as columns of their own names, then the lists of
+tokens, without those that verl had nothing of. A group is never cut by a row group.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LIGHT: Final = (
     Column("top_k", _i64, "top-k sampling; -1 for none"),
     Column("data_source", _word, "the data set it came from"),
     Column("ground_truth", _text, "the answer the reward was given against"),
-    Column("evicted_by", _word, "why verl did not train on it: stale, filter_groups, failure or "
-           "surplus; null where it did"),
+    Column("evicted_by", _word, "why verl took it out before training: stale, filter_groups, "
+           "failure or surplus; null where it sampled it"),
     Column("mask_source", _word, "before_rejection, or after_rejection where verl had already "
            "overwritten the mask", null=False),
     Column("multimodal", _bool, "it has inputs other than tokens", null=False),
@@ -48,11 +48,15 @@ TOKENS: Final = (
     Column("prompt_ids", _ids, "the prompt's tokens", null=False),
     Column("response_ids", _ids, "the response's tokens, those of tools too", null=False),
     Column("response_mask", _mask, "1 where the policy wrote the token", null=False),
-    Column("rejection_mask", _mask, "the mask after rollout correction rejected tokens"),
+    Column(
+        "rejection_mask",
+        _mask,
+        "that mask after verl's rollout correction rejected tokens; null where it rejected none",
+    ),
     Column("rollout_log_probs", _floats, "log-probs by the inference engine", "nat"),
     Column("old_log_probs", _floats, "log-probs by the actor before its update", "nat"),
     Column("ref_log_prob", _floats, "log-probs by the reference model", "nat"),
-    Column("advantages", _floats, "advantages that verl trained on"),
+    Column("advantages", _floats, "advantages that verl trained on; null where it did not"),
 )
 
 

@@ -1,4 +1,4 @@
-"""The reference in jobs/README.md and schemas/README.md is what the code declares.
+"""The reference in the READMEs of jobs, schemas and pipeline/capture is what the code declares.
 
 The parts between `<!-- name -->` and `<!-- end -->` are made: `python tests/test_docs.py` writes
 them anew.
@@ -22,13 +22,17 @@ from rollsift.jobs.main import COMMANDS, cli
 from rollsift.pipeline import recipes
 from rollsift.pipeline.score import FACTS
 from rollsift.pipeline.verl_words import SECTIONS
-from rollsift.schemas import manifest
+from rollsift.schemas import captured, manifest
 from rollsift.schemas.columns import VIEWS, Column
 from rollsift.schemas.reasons import NOT_COUNTED, REASONS
 from rollsift.schemas.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-READMES = [ROOT / "jobs" / "README.md", ROOT / "schemas" / "README.md"]
+READMES = [
+    ROOT / "jobs" / "README.md",
+    ROOT / "schemas" / "README.md",
+    ROOT / "pipeline" / "capture" / "README.md",
+]
 MADE = re.compile(r"(?ms)^<!-- ([a-z ]+) -->\n(.*?)^<!-- end -->$")
 
 
@@ -125,20 +129,26 @@ def _type(type_: pa.DataType) -> str:
     return {"string": "text", "double": "float64"}.get(str(type_), str(type_))
 
 
+def _columns(columns: Iterable[Column]) -> str:
+    return _table(
+        "column, type, unit, null, meaning",
+        [
+            (_code(c.name), _type(c.type), c.unit or "", "yes" if c.null else "no", c.meaning)
+            for c in columns
+        ],
+    )
+
+
+def _captured() -> str:
+    return _columns((*captured.LIGHT, *captured.TOKENS))
+
+
 def _views() -> str:
     tables: dict[tuple[Column, ...], list[str]] = {}
     for view, columns in VIEWS.items():
         tables.setdefault(columns, []).append(view)
     return "\n".join(
-        f"### {', '.join(views)}\n\n"
-        + _table(
-            "column, type, unit, null, meaning",
-            [
-                (_code(c.name), _type(c.type), c.unit or "", "yes" if c.null else "no", c.meaning)
-                for c in columns
-            ],
-        )
-        for columns, views in tables.items()
+        f"### {', '.join(views)}\n\n" + _columns(columns) for columns, views in tables.items()
     )
 
 
@@ -156,6 +166,7 @@ MAKERS: dict[str, Callable[[], str]] = {
     "recipe keys": _keys,
     "views": _views,
     "reasons": _reasons,
+    "captured columns": _captured,
 }
 
 
