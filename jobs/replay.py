@@ -30,7 +30,7 @@ FOLDER = click.Path(path_type=Path)
 )  # fmt: skip
 @click.option(
     "-s", "--set", "sets", multiple=True, metavar="KEY=VALUE",
-    help="a setting of verl's by its own name: actor.*, ref.*, model.*, rollout.temperature, "
+    help="a setting of verl's by its own name: actor.*, model.*, rollout.temperature, "
     "algorithm.rollout_correction.*, trainer.save_freq",
 )  # fmt: skip
 @click.option(

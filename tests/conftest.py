@@ -1,4 +1,4 @@
-"""verl on a CPU for all tests in this process: it chooses its platform once, when it is imported."""
+"""verl on a CPU for all tests in this process: it chooses its platform once, on import."""
 
 from __future__ import annotations
 

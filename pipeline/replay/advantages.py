@@ -6,34 +6,42 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final, Literal
 
 import torch
 
-from .plan import Update
+from .plan import Ints, Update
 
 Advantages = Literal["verl", "paper", "logged", "none"]
 CHOICES: Final = ("verl", "paper", "logged", "none")
 EPSILON = 1e-6
 
 
-def advantages(update: Update, by: Advantages, scale: bool = True) -> torch.Tensor:
+def advantages(update: Update, tokens: Ints, by: Advantages, scale: bool = True) -> torch.Tensor:
     """-> [n] float32. The last output of a session has its reward, and all its outputs share the
-    advantage; without `scale` it is not divided by the standard deviation (Dr.GRPO).
+    advantage; without `scale` it is not divided by the standard deviation (Dr.GRPO). `tokens` [n]
+    are those that the policy wrote.
 
     `verl` divides by the unbiased standard deviation + 1e-6, and a lone rollout keeps its raw
-    reward; `paper` divides by the biased one without epsilon, and is 0 where that is 0.
+    reward; a session whose last output holds no token of the policy's has none. `paper` divides by
+    the biased one without epsilon, and is 0 where that is 0.
     """
     dtype = torch.float32 if by == "verl" else torch.float64
-    rewards = torch.from_numpy(update.reward).to(dtype)
-    final = torch.from_numpy(update.final)
-    found = torch.zeros(len(update), dtype=dtype)
-    for low, high in zip(update.offsets[:-1], update.offsets[1:], strict=True):
-        last = torch.arange(low, high)[final[low:high]]
-        of_session = dict(zip(update.session[last.numpy()].tolist(), range(len(last)), strict=True))
-        scores = (_verl if by == "verl" else _paper)(rewards[last], scale)
-        found[low:high] = scores[[of_session[key] for key in update.session[low:high].tolist()]]
-    return found.to(torch.float32)
+    rewards = torch.from_numpy(update.reward).to(dtype) + 0.0  # -0 is 0, as a sum is in verl
+    sessions, final = update.session.tolist(), update.final.tolist()
+    found = []
+    for low, high in pairwise(update.offsets.tolist()):
+        # verl takes sessions in the order of their first rows, and sums of floats depend on it.
+        last = dict.fromkeys(sessions[low:high], low)
+        last |= {sessions[row]: row for row in range(low, high) if final[row]}
+        held = list(last.values())
+        scores = (_verl if by == "verl" else _paper)(rewards[held], scale)
+        if by == "verl":  # which takes the advantage from the last output's first token
+            scores = scores * torch.from_numpy(tokens[held] > 0)
+        of_session = dict(zip(last, scores.tolist(), strict=True))
+        found += [of_session[session] for session in sessions[low:high]]
+    return torch.tensor(found, dtype=torch.float32)
 
 
 def _verl(rewards: torch.Tensor, scale: bool) -> torch.Tensor:

@@ -6,13 +6,12 @@ multiprocessing_context="spawn")`. Any item can be made by itself, so a position
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import torch
 
 from rollsift.schemas.errors import InputError, UsageError
@@ -21,7 +20,7 @@ from . import tensors
 from .advantages import Advantages, advantages, singletons
 from .plan import Ints, Plan, Update
 from .share import Share, Split, shares
-from .tokens import Lists, read
+from .tokens import IDS, Lists, light, read
 
 NAMES = ("prompt_ids", "response_ids", "response_mask")
 
@@ -31,7 +30,8 @@ class Rules:
     """What an update is made of: how its advantages are computed (`scale` by the standard
     deviation), which logged log-probs it brings along, and how far behind the learner a group may
     be. `assume_version` takes step - 1 for versions that were not logged. `rejected` brings along
-    the rows of the groups that were not kept, for weights that are normalised over all."""
+    the rows of the groups that were not kept, for weights that are normalised over all. Ids from
+    `vocabulary` on are refused."""
 
     advantages: Advantages = "verl"
     scale: bool = True
@@ -40,6 +40,7 @@ class Rules:
     max_lag: int | None = None
     assume_version: bool = False
     rejected: bool = False
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +118,14 @@ class Replay(torch.utils.data.Dataset[Item]):  # type: ignore[misc]  # torch is 
         names = [*NAMES, *rules.log_probs]
         if rules.advantages == "logged":
             names.append("advantages")
-        lists = read(update.path, update.rows, names)
+        lists = self._read(update.path, update.rows, names)
         mask = lists["response_mask"]
         tokens = np.add.reduceat(mask.values, mask.offsets[:-1])
         lengths = lists["prompt_ids"].lengths + lists["response_ids"].lengths
         found = shares(update, lengths, tokens, self.split)
         counts["trimmed_groups"] = found.trimmed
         if rules.advantages in ("verl", "paper"):
-            per_row = advantages(update, rules.advantages, rules.scale).numpy()
+            per_row = advantages(update, tokens, rules.advantages, rules.scale).numpy()
             by_token = np.repeat(per_row, mask.lengths) * mask.values.astype(np.float32)
             lists["advantages"] = Lists(by_token, mask.offsets)
         heat = self._temperatures(update.path, update.rows)
@@ -139,53 +140,66 @@ class Replay(torch.utils.data.Dataset[Item]):  # type: ignore[misc]  # torch is 
         ranks, micro = self.split.ranks, self.split.micro
         if not len(rows):
             return None
-        lists = read(update.path, rows, (*NAMES, "rollout_log_probs"))
+        lists = self._read(update.path, rows, (*NAMES, "rollout_log_probs"))
         mine = np.arange(self.rank, len(rows), ranks)
         places = -(-len(rows) // (ranks * micro)) * micro
         share = Share(mine, places - len(mine), 0, len(rows))
         alone = np.arange(len(rows), dtype=np.int64)
         return _mini(alone, alone >= 0, lists, share, self._temperatures(update.path, rows))
 
+    def _read(self, path: Path, rows: Ints, names: Sequence[str]) -> dict[str, Lists]:
+        found = read(path, rows, names)
+        most = self.rules.vocabulary
+        for name in IDS:
+            values = found[name].values
+            if most is not None and ((values < 0) | (values >= most)).any():
+                worst = values.min() if values.min() < 0 else values.max()
+                raise InputError(
+                    f"{path}: {name} holds id {worst}, the model's vocabulary has {most}; is it "
+                    "the model that these rollouts were sampled for?"
+                )
+        return found
+
     def _lag(self, update: Update, learner: int) -> Ints:
-        """[n] how many updates a row's weights are behind the learner's; 0 where not logged."""
+        """[g] how many updates a group's oldest weights are behind the learner's; 0 where not
+        logged."""
         unknown = update.version < 0
         version = np.where(unknown, update.step - 1 if self.rules.assume_version else learner,
                            update.version)  # fmt: skip
         if unknown.any() and self.rules.max_lag is not None and not self.rules.assume_version:
             raise InputError(
-                f"{update.path}, row {update.rows[unknown.argmax()]}: no policy_version, so "
-                "--max-lag cannot be judged; --assume-version takes step - 1, which holds where "
-                "the trainer was synchronous"
+                f"{update.path}: no policy_version in the group of row "
+                f"{update.rows[update.offsets[unknown.argmax()]]}, so --max-lag cannot be judged; "
+                "--assume-version takes step - 1, which holds where the trainer was synchronous"
             )
         return learner - version
 
     def _stale(self, update: Update, lag: Ints) -> Any:
-        """[g] whether a group is too old: its oldest row counts."""
-        if self.rules.max_lag is None:
-            return np.zeros(len(update.offsets) - 1, np.bool_)
-        return np.maximum.reduceat(lag, update.offsets[:-1]) > self.rules.max_lag
+        """[g] whether a group is too old."""
+        return lag > (np.inf if self.rules.max_lag is None else self.rules.max_lag)
 
     def _temperatures(self, path: Path, rows: Ints) -> np.ndarray[Any, np.dtype[np.float32]]:
         """[rows] the sampling temperature of each row: as logged, else the one that was named."""
         named = self.rules.temperature
-        if "temperature" not in pl.read_parquet_schema(path):
+        column: Any = light(path, rows, "temperature")
+        if column is None:
             if named is None:
                 raise InputError(
                     f"{path}: no column temperature, and log-probs depend on it; name the "
                     "one that was sampled with: -s rollout.temperature=1.0"
                 )
             return np.full(len(rows), named, np.float32)
-        column = pl.read_parquet(path, columns=["temperature"], glob=False).to_series()
-        logged = column.gather(rows)
-        if logged.null_count() or not (logged > 0).all():
+        logged = np.array(column.to_pylist(), np.float64)  # null is NaN
+        odd = ~(np.isfinite(logged) & (logged > 0))
+        if odd.any():
             raise InputError(
-                f"{path}: temperature is null, 0 or less in a kept row; log-probs at that "
-                "temperature cannot be computed"
+                f"{path}, row {rows[odd.argmax()]}: temperature {logged[odd.argmax()]}; log-probs "
+                "at that temperature cannot be computed"
             )
-        if named is not None and bool((logged != named).any()):
-            other = logged.filter(logged != named)[0]
+        if named is not None and (logged != named).any():
+            other = logged[logged != named][0]
             raise UsageError(f"rollout.temperature={named}, but {path} logged {other}")
-        return logged.cast(pl.Float32).to_numpy()
+        return logged.astype(np.float32)
 
 
 def _mini(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ def choose(wanted: str) -> str:
     if wanted == "npu" or (wanted == "auto" and find_spec("torch_npu")):
         _load_npu(torch.__version__)
         return "npu"
+    if "torch_npu" not in sys.modules and find_spec("torch_npu"):
+        # transformers imports it wherever it is found, and without CANN that fails.
+        sys.modules["torch_npu"] = None  # type: ignore[assignment]
     if wanted in ("auto", "cuda") and torch.cuda.is_available():
         return "cuda"
     if wanted == "cuda":
@@ -54,10 +58,11 @@ def _load_npu(version: str) -> None:
         )
     try:
         import torch_npu
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # a release for another torch ends in any of them
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"torch_npu cannot be loaded beside torch {version}: {first}; {_CANN}"
+            f"torch_npu cannot be loaded beside torch {version}: {first}; {_CANN}, or go without "
+            "by --device cpu or --device cuda"
         ) from None
     if not torch_npu.npu.is_available():
         raise UsageError(

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from rollsift.pipeline.files import sha256_of
 from rollsift.pipeline.groups import ROW_KEY
+from rollsift.pipeline.sources import STEP_FILE
 from rollsift.pipeline.store import Run, Step
 from rollsift.schemas.errors import RESTORE, CheckError, InputError
 from rollsift.schemas.reasons import NOT_COUNTED
 
+from .tokens import light
+
+# Rows that count in their group, kept ones among them.
+_COUNTS = ~pl.col("reason").cast(pl.String).is_in(NOT_COUNTED).fill_null(False)
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -24,7 +30,7 @@ class Update:
     `rows` [n] are records of `path`, `offsets` [g + 1] cut them into groups; `group_rows` and
     `group_tokens` [g] count the whole groups, rejected rows too. `session` [n] numbers the
     rollouts, `final` [n] says which row is its rollout's last output. `reward` [n] is float64;
-    `version` [n] is the oldest policy version, -1 where it is not known.
+    `version` [g] is the oldest policy version in the whole group, -1 where one is not known.
     """
 
     step: int
@@ -56,7 +62,7 @@ class Update:
             self.step, self.manifest, self.path, self.length_unit, self.rows[rows],
             np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
             self.group_rows[~dropped], self.group_tokens[~dropped], self.session[rows],
-            self.final[rows], self.reward[rows], self.version[rows],
+            self.final[rows], self.reward[rows], self.version[~dropped],
         )  # fmt: skip
 
 
@@ -64,19 +70,29 @@ class Plan:
     """The updates of a run, one for each step that kept rows, in step order; each is read when it
     is asked for.
 
-    Raises UsageError where there is no run, CheckError where a manifest is not whole, InputError
-    for a run over logs of text, which have no tokens.
+    Raises UsageError where there is no run, CheckError where a manifest is not whole or not the one
+    that follows, InputError for a run over logs of text, which have no tokens.
     """
 
     def __init__(self, run: Path, logs: Path | None = None) -> None:
         self.run = Run(run)
         self.root = logs or Path(self.run.info.log_root)
-        self.steps = [step for step in self.run.steps(rows=False).values() if _kept(step)]
+        steps = list(self.run.steps(rows=False).values())
+        for before, step in zip([None, *steps], steps, strict=False):
+            if step.manifest.previous != (before and before.id):
+                raise CheckError(
+                    f"{self.run.table('manifests', step.step, step.version)}: it does not follow "
+                    f"{f'step {before.step}' if before else 'nothing'}; {RESTORE}"
+                )
+        self.steps = [step for step in steps if _kept(step)]
         for step in self.steps:
             source = step.manifest.sources[0].file
-            if "prompt_ids" not in step.manifest.field_types:
+            named = STEP_FILE.fullmatch(Path(source).name)
+            if (
+                named and named["kind"] == "jsonl"
+            ) or "prompt_ids" not in step.manifest.field_types:
                 raise InputError(
-                    f"{source}: a log without prompt_ids and response_ids cannot be replayed: "
+                    f"{source}: only Parquet with prompt_ids and response_ids can be replayed: "
                     "verl's own dumps are text. Let verl capture its rollouts (see "
                     "pipeline/capture/README.md) and filter those"
                 )
@@ -95,7 +111,7 @@ class Plan:
         if not path.is_file():
             raise InputError(f"{path}: no such file; bring it back, or say with --logs where it is")
         manifest = step.manifest
-        kept = self._kept(step)
+        kept, version = self._kept(step)
         if kept["source_row"].to_list() != manifest.row:
             file = self.run.table("rollouts", step.step, step.version)
             raise CheckError(f"{file}: its kept rows are not those of the manifest; {RESTORE}")
@@ -113,25 +129,36 @@ class Plan:
             session=session,
             final=final,
             reward=kept["reward"].to_numpy(),
-            version=kept["policy_version"].fill_null(-1).to_numpy(),
+            version=version,
         )
 
     def rejected(self, index: int, update: Update) -> Ints:
-        """The rows of the update's groups that count but were not kept, in source order."""
+        """The rows of the update's groups that count but were not kept, in source order; without
+        those that hold no token of the policy's, which have no weight."""
         step = self.steps[index]
         file = self.run.table("rollouts", step.step, step.version)
-        columns = ["group", "source_row", "reason", "kept"]
-        table = pl.read_parquet(file, columns=columns, glob=False)
+        columns = ["group", "source_row", "reason", "response_length", "kept"]
+        table = pl.read_parquet(file, columns=columns, glob=False).filter(_COUNTS)
         groups = table.filter(pl.col("source_row").is_in(update.rows))["group"].unique()
-        counts = ~pl.col("reason").cast(pl.String).is_in(NOT_COUNTED)
-        found = table.filter(~pl.col("kept") & counts & pl.col("group").is_in(groups.implode()))
-        return found["source_row"].to_numpy()
+        here = pl.col("group").is_in(groups.implode()) & (pl.col("response_length") > 0)
+        return table.filter(~pl.col("kept") & here)["source_row"].to_numpy()
 
-    def _kept(self, step: Step) -> pl.DataFrame:
+    def _kept(self, step: Step) -> tuple[pl.DataFrame, Ints]:
+        """The kept rows by group, and the oldest version of each of these groups."""
         file = self.run.table("rollouts", step.step, step.version)
-        columns = ["group", "source_row", "sample", "reward", "policy_version", "kept"]
-        table = pl.read_parquet(file, columns=columns, glob=False)
-        return table.filter("kept").sort("group", maintain_order=True)
+        found = sha256_of(file) if file.is_file() else "no such file"
+        if found != step.tables.rollouts:
+            raise CheckError(
+                f"{file}: not the table that was published: expected SHA-256 "
+                f"{step.tables.rollouts}, found {found}; {RESTORE}"
+            )
+        columns = ["group", "source_row", "sample", "reward", "policy_version", "kept", "reason"]
+        table = pl.read_parquet(file, columns=columns, glob=False).filter(_COUNTS)
+        oldest = table.group_by("group").agg(
+            pl.col("policy_version").fill_null(-1).min(), pl.col("kept").any()
+        )
+        version = oldest.filter("kept").sort("group")["policy_version"].to_numpy()
+        return table.filter("kept").sort("group", maintain_order=True), version
 
 
 def _kept(step: Step) -> bool:
@@ -152,7 +179,9 @@ def _sessions(kept: pl.DataFrame, path: Path) -> tuple[Ints, Any]:
 
 def _outputs(path: Path, rows: pl.Series) -> pl.Series:
     """The number of each row's output in its session: as captured, else as in verl's row keys."""
-    names = pl.read_parquet_schema(path)
-    column = "output_index" if "output_index" in names else "uid"
-    logged = pl.read_parquet(path, columns=[column], glob=False)[column].gather(rows)
-    return logged.str.extract(ROW_KEY, 3).cast(pl.Int64) if column == "uid" else logged
+    places = rows.to_numpy()
+    numbers: Any = light(path, places, "output_index")
+    if numbers is not None:
+        return pl.Series(pl.from_arrow(numbers)).cast(pl.Int64)
+    uids: Any = light(path, places, "uid")
+    return pl.Series(pl.from_arrow(uids)).cast(pl.String).str.extract(ROW_KEY, 3).cast(pl.Int64)

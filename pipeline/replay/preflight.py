@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import polars as pl
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollsift.pipeline.captured import captured
 from rollsift.pipeline.readers.parquet import UNREADABLE
 from rollsift.schemas.errors import CheckError, InputError
 
-from .plan import Plan
-from .tokens import IDS, read
+from .dataset import Replay
+from .plan import Ints, Plan
+from .tokens import light
 
 # Columns that say that a row needs more than its tokens, here and in other logs.
 MORE_THAN_TOKENS = ("multimodal", "multi_modal_inputs", "multi_modal_data", "images", "videos")
@@ -21,39 +25,31 @@ ROUTED = ("router_replay", "routed_experts")
 
 
 def check(
-    plan: Plan,
-    names: tuple[str, ...],
-    vocabulary: int,
+    data: Replay,
     *,
     recomputed: bool,
     part: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Read the columns `names` of every kept row in every `part`-th update (index, of how many).
+    """Make every `part`-th item (index, of how many) and let it go again.
 
-    Raises InputError or CheckError for a log that is gone, torn or not the one that was filtered,
-    captured tokens whose digest is another, ids beyond the `vocabulary`, and rows that cannot be
-    replayed: with images, or with experts logged where log-probs are not `recomputed`.
+    Raises what an item raises, and InputError or CheckError for a log that is not the one that was
+    filtered, and rows that cannot be replayed: with images, or with experts logged where log-probs
+    are not `recomputed`.
     """
-    for index in range(part[0], len(plan), part[1]):
-        update = plan.update(index)
-        _check_source(plan, index, update.path)
-        rows = pl.Series(update.rows)
+    for index in range(part[0], len(data), part[1]):
+        update = data.plan.update(index)
+        _check_source(data.plan, index, update.path)
+        rows = update.rows
+        if data.rules.rejected:
+            rows = np.concatenate([rows, data.plan.rejected(index, update)])
         _refuse(update.path, rows, MORE_THAN_TOKENS, "has inputs other than tokens, whose "
                 "positions verl counts in another way: not replayed")  # fmt: skip
         if not recomputed:
             _refuse(update.path, rows, ROUTED, "was sampled for router replay, so its logged "
                     "log-probs are not this model's: use --old-log-probs recompute")  # fmt: skip
-        lists = read(update.path, update.rows, names)
-        for name in IDS:
-            values = lists[name].values
-            if (values < 0).any() or (values >= vocabulary).any():
-                worst = values.min() if values.min() < 0 else values.max()
-                raise InputError(
-                    f"{update.path}: {name} holds id {worst}, the model's vocabulary has "
-                    f"{vocabulary}; is it the model that these rollouts were sampled for?"
-                )
-        progress(min(index + part[1], len(plan)))
+        data[index]
+        progress(min(index + part[1], len(data)))
 
 
 def _check_source(plan: Plan, index: int, path: Path) -> None:
@@ -80,13 +76,16 @@ def _check_source(plan: Plan, index: int, path: Path) -> None:
         )
 
 
-def _refuse(path: Path, rows: pl.Series, names: tuple[str, ...], why: str) -> None:
-    schema = pl.read_parquet_schema(path)
-    for name in (name for name in names if name in schema):
-        column = pl.read_parquet(path, columns=[name], glob=False).to_series().gather(rows)
-        found = column if column.dtype == pl.Boolean else column.is_not_null()
-        if column.dtype.is_nested() and column.dtype != pl.Struct:
-            found = column.list.len() > 0
-        if found.fill_null(False).any():
-            row = rows.filter(found.fill_null(False))[0]
-            raise InputError(f"{path}, row {row}: {name}: {why}")
+def _refuse(path: Path, rows: Ints, names: tuple[str, ...], why: str) -> None:
+    for name in names:
+        column = light(path, rows, name)
+        if column is None:
+            continue
+        has: Any = column
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            has = pc.greater(pc.list_value_length(column), pa.scalar(0))
+        elif not pa.types.is_boolean(column.type):
+            has = pc.is_valid(column)
+        flags = has.fill_null(False).to_numpy()
+        if flags.any():
+            raise InputError(f"{path}, row {rows[flags.argmax()]}: {name}: {why}")

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rollsift.pipeline.recipes import nearest
-from rollsift.schemas.errors import UsageError
+from rollsift.schemas.errors import UsageError, one_line
 
 from .advantages import Advantages
 from .share import Normalizer
 
 # What of verl's configuration has an effect here; the first three stand under actor_rollout_ref.
 PREFIX = "actor_rollout_ref."
-OURS = ("actor.", "ref.", "model.")
+OURS = ("actor.", "model.")
 SINGLE = (
     "rollout.temperature", "rollout.log_prob_micro_batch_size_per_gpu",
     "rollout.log_prob_max_token_len_per_gpu", "algorithm.adv_estimator",
@@ -27,11 +30,16 @@ SINGLE = (
     "algorithm.rollout_correction.rollout_is_batch_normalize",
     "algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold",
     "algorithm.rollout_correction.bypass_mode", "trainer.save_freq",
-    "trainer.max_actor_ckpt_to_keep",
 )  # fmt: skip
 TESTED = ("fsdp", "fsdp2")
+_SIMPLE = (type(None), bool, int, float, str)  # types of values, in the order they are tried in
 # Loss modes that take statistics over the batch: rows that are not there would change them.
 BY_BATCH = ("clip_cov", "kl_cov", "geo_mean")
+_LEAST = {
+    "actor.ppo_mini_batch_size": 1, "actor.ppo_micro_batch_size_per_gpu": 1, "actor.ppo_epochs": 1,
+    "actor.ppo_max_token_len_per_gpu": 1, "actor.optim.lr": 0,
+    "rollout.log_prob_micro_batch_size_per_gpu": 1, "rollout.log_prob_max_token_len_per_gpu": 1,
+}  # fmt: skip
 _CPU: dict[str, Any] = {
     "actor.strategy": "fsdp2",
     "actor.use_torch_compile": False,
@@ -90,6 +98,8 @@ def _set(tree: Any, item: str) -> str:
     key = key.strip().removeprefix(PREFIX)
     if not found:
         raise UsageError(f"-s {item}: expected key=value")
+    if key == "model.path":
+        raise UsageError("-s model.path: name the model with --model")
     known = list(_keys(tree))
     if key not in known:
         raise UsageError(
@@ -118,35 +128,60 @@ def _leaves(node: Any, prefix: str) -> typing.Iterator[str]:
 
 
 def _typed(tree: Any, path: str, text: str, key: str) -> Any:
+    """The value, read by the type that verl declares for it, else by that of its default."""
     from omegaconf import OmegaConf
 
     parent, _, name = path.rpartition(".")
-    node = OmegaConf.select(tree, parent)
-    hint = _hint(node, name)
-    default = node[name]
-    if hint is None and default is not None and not OmegaConf.is_config(default):
-        hint = type(default)
-    if hint in (int, float) and default is None:
-        hint = hint | None
+    default = OmegaConf.select(tree, parent)[name]
+    hint = _hints(tree, parent).get(name, typing.Any)
+    kinds = typing.get_args(hint) or (hint,)
     try:
-        if hint in (None, typing.Any) or OmegaConf.is_config(default) or text[:1] in ("[", "{"):
+        if OmegaConf.is_config(default):
+            return msgspec.json.decode(text, type=dict if OmegaConf.is_dict(default) else list)
+        if set(kinds) <= set(_SIMPLE):
+            return _simple(text, kinds)
+        if default is None or text[:1] in ("[", "{"):
             return _json_or_text(text)
-        return msgspec.convert(text, hint, strict=False)
-    except (msgspec.ValidationError, TypeError):
-        shown = getattr(hint, "__name__", str(hint))
+        kinds = (type(default),)
+        return _simple(text, kinds)
+    except msgspec.DecodeError:
+        if OmegaConf.is_config(default):
+            shown = "a JSON object" if OmegaConf.is_dict(default) else "a JSON list"
+        else:
+            names = [kind.__name__ for kind in _SIMPLE if kind in kinds]
+            shown = " or ".join(names).replace("NoneType", "null")
         raise UsageError(f"-s {key}={text}: expected {shown}") from None
 
 
-def _hint(node: Any, name: str) -> Any:
-    """The type that verl declares for a setting, None where it declares none."""
-    from hydra.utils import get_class
+def _simple(text: str, kinds: Collection[Any]) -> Any:
+    """The text as the first of the kinds that it fits; raises msgspec.ValidationError."""
+    for kind in kinds:
+        if kind is type(None) and text == "null":
+            return None
+    for kind in (kind for kind in _SIMPLE[1:] if kind in kinds):
+        with suppress(msgspec.ValidationError):
+            value = msgspec.convert(text, kind, strict=False)
+            if not isinstance(value, float) or math.isfinite(value):
+                return value
+    raise msgspec.ValidationError
 
-    if "_target_" not in node:
-        return None
-    hint = typing.get_type_hints(get_class(node._target_)).get(name)
-    parts = typing.get_args(hint) or (hint,)
-    simple = all(part in (int, float, bool, str, type(None)) for part in parts)
-    return hint if simple else None
+
+def _hints(tree: Any, path: str) -> dict[str, Any]:
+    """The types that verl declares for the settings at a place, empty where it declares none."""
+    found = _class(tree, path)
+    return typing.get_type_hints(found) if found else {}
+
+
+def _class(tree: Any, path: str) -> Any:
+    from hydra.utils import get_class
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.select(tree, path)
+    if "_target_" in node:
+        return get_class(node._target_)
+    above, _, name = path.rpartition(".")
+    hint = _hints(tree, above).get(name) if above else None
+    return next((k for k in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(k)), None)
 
 
 def _json_or_text(text: str) -> Any:
@@ -157,7 +192,8 @@ def _json_or_text(text: str) -> Any:
 
 
 def refuse(tree: Any, advantages: Advantages, normalizer: Normalizer) -> None:
-    """Raise UsageError for what would be silently wrong, or has not been tested."""
+    """Raise UsageError for what would be silently wrong or has not been tested, and for values that
+    verl refuses."""
     actor, algorithm = tree.actor_rollout_ref.actor, tree.algorithm
     mode, engine = actor.policy_loss.loss_mode, actor.fsdp_config
     override = tree.actor_rollout_ref.model.override_config
@@ -211,3 +247,59 @@ def refuse(tree: Any, advantages: Advantages, normalizer: Normalizer) -> None:
     for is_so, why in whys:
         if is_so:
             raise UsageError(f"refused: {why}")
+    _refuse_small(tree)
+    _let_verl_refuse(tree)
+
+
+def _refuse_small(tree: Any) -> None:
+    from omegaconf import OmegaConf
+
+    for key, least in _LEAST.items():
+        path = PREFIX + key
+        value = OmegaConf.select(tree, path)
+        if value is not None and value < least:
+            raise UsageError(f"-s {key}={value}: expected {least} or more")
+    if tree.temperature is not None and tree.temperature <= 0:
+        raise UsageError(f"-s rollout.temperature={tree.temperature}: expected more than 0")
+
+
+def _let_verl_refuse(tree: Any) -> None:
+    """Raise UsageError for words and numbers that verl itself refuses, some of them late."""
+    import torch
+    from hydra.errors import HydraException
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn, kl_penalty
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+    from verl.utils.config import omega_conf_to_dataclass
+
+    actor, rules = tree.actor_rollout_ref.actor, tree.algorithm.rollout_correction
+    one, mode, kind = torch.zeros(1, 1), actor.policy_loss.loss_mode, actor.kl_loss_type
+    correction = {
+        name: rules[name]
+        for name in (
+            "rollout_is",
+            "rollout_is_threshold",
+            "rollout_rs",
+            "rollout_rs_threshold",
+        )
+    }
+    tried: list[tuple[str, Callable[[], Any]]] = [
+        ("actor.*", lambda: omega_conf_to_dataclass(actor)),
+        (f"actor.policy_loss.loss_mode={mode}", lambda: get_policy_loss_fn(mode)),
+        (f"actor.kl_loss_type={kind}", lambda: kl_penalty(one, one, kind)),
+        (
+            "algorithm.rollout_correction.*",
+            lambda: compute_rollout_correction_and_rejection_mask(one, one, one + 1, **correction),
+        ),
+    ]
+    for what, trial in tried:
+        try:
+            trial()
+        except (
+            AssertionError,
+            HydraException,
+            NotImplementedError,
+            TypeError,
+            ValueError,
+        ) as error:
+            told = next((str(e) for e in (error.__cause__, error) if str(e or "")), "no such value")
+            raise UsageError(f"verl refuses {what}: {one_line(told)}") from None

@@ -47,7 +47,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """`minis` [mini-batch][rank], and how many groups at the update's end were trimmed."""
+    """`minis` [mini-batch][rank], and how many groups at the mini-batches' ends were trimmed."""
 
     minis: list[list[Share]]
     trimmed: int
@@ -59,9 +59,15 @@ def shares(
     """Cut an update. `lengths` [n] are tokens of prompt and response, by which ranks are balanced;
     `tokens` [n] are those that the policy wrote.
 
-    Raises UsageError where rows don't divide and `odd` is `error`, or where trimming would leave
-    nothing of a mini-batch.
+    Raises UsageError where rows don't divide and `odd` is `error`, where trimming would leave
+    nothing of a mini-batch, and where rejected tokens should count, but the run counts others.
     """
+    if split.normalizer == "all" and update.length_unit != "tokens":
+        raise UsageError(
+            f"step {update.step}: --normalizer all counts the rejected rows' tokens, but this run "
+            f"measures responses by {update.length_unit}; filter with length=tokens, or use "
+            "--normalizer kept"
+        )
     count = len(update.offsets) - 1
     minis, trimmed = [], 0
     for first in range(0, count, split.groups):

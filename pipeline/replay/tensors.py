@@ -15,22 +15,16 @@ PAD = 0  # the token of padding rows: any that is in every vocabulary, for no lo
 def take(lists: Lists, rows: np.ndarray, pads: int, pad: float) -> Lists:
     """Some rows, and `pads` rows of one value behind them."""
     lengths = np.concatenate([lists.lengths[rows], np.ones(pads, np.int64)])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    values = np.full(int(offsets[-1]), pad, lists.values.dtype)
-    real = int(offsets[len(rows)])
-    begins = np.repeat(lists.offsets[rows] - offsets[: len(rows)], lists.lengths[rows])
-    values[:real] = lists.values[np.arange(real) + begins]
-    return Lists(values, offsets)
+    held = lists.rows
+    parts = [held[row] for row in rows.tolist()]
+    values = np.concatenate([*parts, np.full(pads, pad, lists.values.dtype)])
+    return Lists(values, np.concatenate([[0], np.cumsum(lengths)]))
 
 
 def joined(first: Lists, second: Lists) -> Lists:
     """Each row of one followed by that row of the other."""
-    offsets = first.offsets + second.offsets
-    values = np.empty(int(offsets[-1]), first.values.dtype)
-    for lists, begin in ((first, offsets[:-1]), (second, offsets[:-1] + first.lengths)):
-        at = np.repeat(begin - lists.offsets[:-1], lists.lengths)
-        values[np.arange(len(lists.values)) + at] = lists.values
-    return Lists(values, offsets)
+    parts = [part for pair in zip(first.rows, second.rows, strict=True) for part in pair]
+    return Lists(np.concatenate(parts), first.offsets + second.offsets)
 
 
 def positions(lists: Lists) -> Lists:

@@ -4,6 +4,8 @@ object for a token, and what pins captured tokens is checked on the way."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollsift.pipeline.captured import Digest, captured
+from rollsift.pipeline.readers import footer
 from rollsift.pipeline.readers.parquet import UNREADABLE
 from rollsift.schemas.errors import CheckError, InputError
 
 IDS = ("prompt_ids", "response_ids")
 PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "advantages")
+RESTORE = "bring back what it was"
 BATCH = 1 << 10  # rows decoded at a time
 
 
@@ -30,6 +34,12 @@ class Lists(NamedTuple):
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """[rows] how many numbers each row has."""
         return np.diff(self.offsets)
+
+    @property
+    def rows(self) -> list[np.ndarray[Any, Any]]:
+        """Each row's numbers, as a view."""
+        cuts = self.offsets.tolist()
+        return [self.values[low:high] for low, high in pairwise(cuts)]
 
 
 def read(
@@ -58,38 +68,76 @@ def read(
     return found
 
 
+def light(
+    path: Path, rows: np.ndarray[Any, np.dtype[np.int64]], name: str
+) -> pa.ChunkedArray[Any] | None:
+    """A column of one value a row, for `rows`; None where there is no such column. Raises
+    CheckError where it cannot be read."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            footer.check(file.metadata)
+            if name not in file.schema_arrow.names:
+                return None
+            return file.read(columns=[name]).column(name).take(pa.array(rows))
+    except (*UNREADABLE, IndexError) as error:
+        raise CheckError(f"{path}: cannot be read as Parquet: {error}") from None
+
+
 def _take(
     file: pq.ParquetFile, path: Path, rows: np.ndarray[Any, np.dtype[np.int64]], names: list[str]
 ) -> pa.Table:
-    """The rows, in their order; batch by batch, and no batch is kept."""
+    """The rows, in their order; row group by row group, of which only these rows are held."""
     metadata = file.metadata
-    note = captured(metadata)
+    footer.check(metadata)
+    digests = _noted(metadata, path, names)
     counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     starts = np.concatenate([[0], np.cumsum(counts)])
     order = np.argsort(rows, kind="stable")
     wanted = rows[order]
     if len(wanted) and wanted[-1] >= starts[-1]:
         raise CheckError(f"{path}: row {wanted[-1]} is kept, but it holds {starts[-1]} rows")
+    groups = np.unique(np.searchsorted(starts, wanted, "right") - 1).tolist()
+    found = {group: {name: Digest() for name in digests} for group in groups}
     parts = []
-    for group in np.unique(np.searchsorted(starts, wanted, "right") - 1).tolist():
-        digests = {name: Digest() for name in names if note and name in note.tokens}
-        at = int(starts[group])
-        for batch in file.iter_batches(BATCH, row_groups=[group], columns=names):
-            for name, digest in digests.items():
-                digest.add(batch.column(name))
-            low, high = np.searchsorted(wanted, [at, at + len(batch)])
-            if high > low:
-                parts.append(pa.Table.from_batches([batch]).take(wanted[low:high] - at))
-            at += len(batch)
-        for name, digest in digests.items():
-            if note and digest.hexdigest() != note.tokens[name][group]:
+    with ThreadPoolExecutor(1) as beside:  # hashes one batch while the next is decoded
+        for group in groups:
+            at = int(starts[group])
+            for batch in file.iter_batches(BATCH, row_groups=[group], columns=names):
+                for name, digest in found[group].items():
+                    beside.submit(digest.add, batch.column(name))
+                low, high = np.searchsorted(wanted, [at, at + len(batch)])
+                if high - low == len(batch):
+                    parts.append(batch)
+                elif high > low:
+                    parts.append(batch.take(wanted[low:high] - at))
+                at += len(batch)
+    for group, of_column in found.items():
+        for name, digest in of_column.items():
+            if digest.hexdigest() != digests[name][group]:
                 raise CheckError(
                     f"{path}: {name} of row group {group} is not what was captured: SHA-256 "
-                    f"{digest.hexdigest()}, its footer says {note.tokens[name][group]}; bring back "
-                    "what it was"
+                    f"{digest.hexdigest()}, its footer says {digests[name][group]}; {RESTORE}"
                 )
-    table = pa.concat_tables(parts) if parts else file.schema_arrow.empty_table().select(names)
-    return table.take(np.argsort(order, kind="stable"))
+    if not parts:
+        return file.schema_arrow.empty_table().select(names)
+    table = pa.Table.from_batches(parts)
+    if (order == np.arange(len(order))).all():
+        return table
+    return table.combine_chunks().take(np.argsort(order, kind="stable"))
+
+
+def _noted(metadata: pq.FileMetaData, path: Path, names: list[str]) -> dict[str, list[str]]:
+    """The digests of each column's row groups by the footer's note, empty where there is none."""
+    note = captured(metadata)
+    if note is None:
+        return {}
+    for name in names:
+        if len(note.tokens.get(name, [])) != metadata.num_row_groups:
+            raise CheckError(
+                f"{path}: its footer has {len(note.tokens.get(name, []))} digests of {name} for "
+                f"{metadata.num_row_groups} row groups, so it was written anew; {RESTORE}"
+            )
+    return {name: note.tokens[name] for name in names}
 
 
 def _lists(
@@ -98,7 +146,7 @@ def _lists(
     array: Any = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):  # where there are no chunks
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
-    if not pa.types.is_nested(array.type) or not hasattr(array, "value_lengths"):
+    if pa.types.is_map(array.type) or not hasattr(array, "value_lengths"):
         raise InputError(f"{path}: {name} holds {array.type}, expected lists of numbers")
     if array.null_count:
         row = rows[array.is_null().to_numpy(zero_copy_only=False).argmax()]

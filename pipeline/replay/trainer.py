@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from rollsift.schemas.errors import CheckError, UsageError
 from . import checkpoints, preflight
 from .advantages import Advantages
 from .checkpoints import State
-from .dataset import NAMES, Item, Replay, Rules
+from .dataset import Item, Replay, Rules
 from .devices import gathered, together
 from .plan import Plan
 from .settings import refuse, settings
@@ -84,6 +85,8 @@ class _Trainer:
         self.tree, self.actor_rules = tree, tree.actor_rollout_ref.actor
         self.correction = tree.algorithm.rollout_correction
         self.source, self.state = self._start()
+        if options.publish and (newest := checkpoints.latest(options.publish)):
+            self._same_run(newest, "choose another --publish")
         self.from_log = self._from_log()
 
     def run(self) -> bool:
@@ -96,19 +99,19 @@ class _Trainer:
         actor = Worker(self.tree)
         reference = Worker(self.tree, str(options.reference)) if options.reference else None
         updater = Updater(self.tree, actor, reference)
-        together(lambda: self._preflight(actor, done))
-        if self.source:
-            actor.load(self.source / "actor")
         rank, ranks = actor.ranks
         rules = Rules(
             options.advantages, bool(self.tree.algorithm.norm_adv_by_std_in_grpo), self.from_log,
             self.tree.temperature, options.max_lag, options.assume_version,
-            updater.normalised,
+            updater.normalised, actor.vocabulary,
         )  # fmt: skip
         data = Replay(
             options.run, self._split(ranks), rules,
             logs=options.logs, rank=rank, version=version - done,
         )  # fmt: skip
+        together(lambda: self._preflight(data, done))
+        if source := self.source:
+            together(lambda: actor.load(source / "actor"))
         return self._loop(data, updater, done, version)
 
     def _loop(self, data: Replay, updater: Updater, done: int, version: int) -> bool:
@@ -143,17 +146,22 @@ class _Trainer:
         if source is None:
             return None, None
         checkpoints.check_shards(source, self.world)
-        state = checkpoints.state_of(source)
+        again = "bring back what it was, or begin anew with --model and another -o"
+        return source, self._same_run(source, again)
+
+    def _same_run(self, folder: Path, next_: str) -> State | None:
+        """What was noted in a folder; raises CheckError where it was made from other updates."""
+        state = checkpoints.state_of(folder)
         if state:
             found = self.plan.head(state.done - 1) if state.done <= len(self.plan) else None
             if found is None or found.id != state.manifest:
                 here = f"step {found.step}, manifest {found.id}" if found else "no such update"
                 raise CheckError(
-                    f"{source}: made from another run, or from this one before it changed: update "
+                    f"{folder}: made from another run, or from this one before it changed: update "
                     f"{state.done} was step {state.step}, manifest {state.manifest}; here it is "
-                    f"{here}. Bring back what it was, or begin anew with --model and another -o"
+                    f"{here}. What to do: {next_}"
                 )
-        return source, state
+        return state
 
     def _from_log(self) -> tuple[str, ...]:
         """The log-probs to read beside the tokens; raises UsageError for those that are missing."""
@@ -189,15 +197,12 @@ class _Trainer:
         options = self.options
         return Split(actor.ppo_mini_batch_size, ranks, micro, options.odd, options.normalizer)
 
-    def _preflight(self, actor: Worker, done: int) -> None:
-        names = (*NAMES, *self.from_log)
-        if self.options.advantages == "logged":
-            names = (*names, "advantages")
+    def _preflight(self, data: Replay, done: int) -> None:
         preflight.check(
-            self.plan, names, actor.vocabulary,
+            data,
             recomputed=self.options.old_log_probs == "recompute",
             part=(done + self.rank, self.world),
-            progress=lambda at: self.telling.progress("check", at, len(self.plan)),
+            progress=lambda at: self.telling.progress("check", at, len(data)),
         )  # fmt: skip
 
     def _items(self, data: Replay, done: int) -> Iterator[Item]:
@@ -205,10 +210,12 @@ class _Trainer:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         workers = self.options.workers
-        loader = StatefulDataLoader(
-            data, batch_size=None, sampler=range(done, len(data)), num_workers=workers,
-            multiprocessing_context="spawn" if workers else None,
-        )  # fmt: skip
+        with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 has deprecated
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+            loader = StatefulDataLoader(
+                data, batch_size=None, sampler=range(done, len(data)), num_workers=workers,
+                multiprocessing_context="spawn" if workers else None,
+            )  # fmt: skip
         items = iter(loader)
         for number in range(done, len(data)):
             item: list[Item] = []

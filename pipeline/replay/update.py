@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from .correction import correct, scaled, weights_of
+from .correction import compared, correct, metrics, scaled, weights_of
 from .dataset import Item, Mini
 from .devices import gathered
 from .worker import Worker
@@ -33,8 +33,7 @@ class Updater:
         """Train on all mini-batches, `ppo_epochs` times; the learning rate's schedule steps on with
         the last. -> metrics by verl's names, over all ranks."""
         timing: dict[str, float] = {}
-        corrections: list[dict[str, float]] = []
-        minis = []
+        minis, parts = [], []
         for mini in item.minis:
             with _timed(timing, "old_log_prob"):
                 mini = self._with(mini, "old_log_probs", self.actor)
@@ -42,19 +41,19 @@ class Updater:
                 with _timed(timing, "ref"):
                     mini = self._with(mini, "ref_log_prob", self.reference or self.actor)
             if "rollout_log_probs" in mini.batch:
-                mini, told = correct(mini, self.correction)
-                corrections.append(told)
+                parts.append(compared(mini))
+                mini = correct(mini, self.correction)
             minis.append(mini)
+        told = metrics(found, self.correction) if (found := gathered(parts)) else {}
         if self.normalised:
-            minis, told = self._normalised(minis, item.rejected)
-            corrections.append(told)
+            minis, means = self._normalised(minis, item.rejected)
+            told |= means
         outputs = []
         with _timed(timing, "update_actor"):
             for epoch in range(self.rules.ppo_epochs):
                 for number, mini in enumerate(minis, 1):
                     last = epoch + 1 == self.rules.ppo_epochs and number == len(minis)
                     outputs.append(self.actor.train(mini, last=last))
-        told = _means(gathered(corrections))
         return {**told, **actor_metrics([out for out in outputs if out]), **_seconds(timing)}
 
     def _normalised(
@@ -64,9 +63,8 @@ class Updater:
         they would be those of rollouts that the old policy wrote short."""
         others = []
         if rejected:
-            others = [
-                correct(self._with(rejected, "old_log_probs", self.actor), self.correction)[0]
-            ]
+            known = self._with(rejected, "old_log_probs", self.actor)
+            others = [correct(known, self.correction)]
         by_sequence = self.correction.rollout_is == "sequence"
         sums = gathered([weights_of(part, by_sequence) for part in (minis, others)])
         kept, rest = (
@@ -106,12 +104,6 @@ def actor_metrics(outputs: list[dict[str, Any]]) -> dict[str, float]:
     if "actor/mfu" in renamed:
         renamed["perf/mfu/actor"] = renamed.pop("actor/mfu")
     return {key: float(value) for key, value in reduce_metrics(renamed).items()}
-
-
-def _means(parts: list[dict[str, float]]) -> dict[str, float]:
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: math.fsum(p[key] for p in parts if key in p) / sum(key in p for p in parts)
-            for key in keys}  # fmt: skip
 
 
 def _seconds(timing: dict[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from copy import deepcopy
 from functools import partial
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from rollsift.schemas.errors import CheckError
 
 from .dataset import Mini
 
@@ -49,6 +52,7 @@ class Worker:
             )
             self.worker.reset()
         self.worker.set_loss_fn(partial(ppo_loss, config=self.config))
+        self.lora = tree.model.lora_rank > 0
         self.entropy = self.config.calculate_entropy or self.config.entropy_coeff != 0
 
     @property
@@ -106,28 +110,53 @@ class Worker:
             self.worker.save_checkpoint(str(folder))
 
     def load(self, folder: Path) -> None:
-        """Read verl's checkpoint, written by as many processes."""
-        with redirect_stdout(sys.stderr):
-            self.worker.load_checkpoint(str(folder))
+        """Read verl's checkpoint, written by as many processes; raises CheckError if it cannot."""
+        try:
+            with redirect_stdout(sys.stderr):
+                self.worker.load_checkpoint(str(folder))
+        except Exception as error:  # torn pickles and shapes of another model end in any of them
+            first = (str(error).splitlines() or [""])[0]
+            raise CheckError(
+                f"{folder}: cannot be loaded ({type(error).__name__}: {first}); is it whole, and "
+                "of this model? Go on from another with --resume and another -o"
+            ) from None
 
     def publish(self, folder: Path) -> None:
         """Write all weights as Hugging Face safetensors, LoRA merged in, with what else the model's
         folder holds. Every rank gathers them, the first writes."""
         from huggingface_hub import save_torch_state_dict
 
-        parameters, _ = self.worker.engine.get_per_tensor_param()
         first = torch.distributed.get_rank() == 0
+        # Inference engines look for the embedding, and for no head that is tied to it.
+        config = self.worker.model_config.hf_config
+        tied = getattr(self.worker.engine.module, "_tied_weights_keys", None) or ()
+        left_out = set(tied) if config.get_text_config().tie_word_embeddings else set()
         weights = {}
-        for name, value in parameters:
-            if first:
+        for name, value in self._parameters():
+            if first and name not in left_out:
                 weights[name] = value.detach().cpu().contiguous()
         if first:
             model = self.worker.model_config
             save_torch_state_dict(weights, folder)
-            model.hf_config.save_pretrained(folder)
+            config.save_pretrained(folder)
             for part in (model.generation_config, model.tokenizer):
                 if part is not None:
                     part.save_pretrained(folder)
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters whole, by their names in the model's own files, LoRA merged in."""
+        from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
+
+        engine = self.worker.engine
+        if not self.lora:
+            yield from engine.get_per_tensor_param()[0]
+            return
+        # verl's own way to merge gives bfloat16. What it merges into is the live base, which gets
+        # its weights back at the end, so each tensor is copied while it lasts.
+        with engine.eval_mode(), merged_lora_context(engine.module, backup_adapters=True):
+            for name, value in normalize_peft_param_name(engine.module.state_dict()).items():
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                yield name, whole.detach().clone()
 
     def _of_all(self, lengths: list[int]) -> list[int]:
         group = self.worker.engine.get_data_parallel_group()

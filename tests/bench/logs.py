@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from rollsift.pipeline.captured import digest
+from rollsift.schemas.captured import FORMAT, KEY, Captured
 
 SAMPLES = 16
 SIGNS = ["\n", "\n\n", "$x^2$", "\\frac{1}{2}", "\\boxed{7}", '"so"', "é", "答案", "→", "12", "0.5"]
@@ -82,4 +86,50 @@ def light(folder: Path, rows: int, files: int, shape: str, seed: int = 0) -> lis
         path = folder / f"{step}.parquet"
         pq.write_table(table, path)
         paths.append(path)
+    return paths
+
+
+def captured(
+    folder: Path, steps: int, prompts: int, seed: int = 0, *, words: int = 150_000,
+    longest: int = 8192, mean: float = 6.5,
+) -> list[Path]:  # fmt: skip
+    """Step files as capture writes them, of ragged tokens and log-probs: 16 rows a prompt, about
+    900 tokens a response, digests and page checksums included."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir()
+    rows = prompts * SAMPLES
+
+    def lists(lengths: np.ndarray, values: np.ndarray) -> pa.Array:
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return pa.ListArray.from_arrays(offsets, pa.array(values))
+
+    paths = []
+    for step in range(1, steps + 1):
+        responses = np.clip(rng.lognormal(mean, 0.8, rows).astype(int), 10, longest)
+        asked = np.repeat(rng.integers(50, 400, prompts), SAMPLES)
+        count = responses.sum()
+        ids = [rng.integers(0, words, n).astype(np.int32) for n in (asked.sum(), count)]
+        tokens = {
+            "prompt_ids": lists(asked, ids[0]),
+            "response_ids": lists(responses, ids[1]),
+            "response_mask": lists(responses, np.ones(count, np.int8)),
+            "rollout_log_probs": lists(responses, -rng.exponential(0.5, count).astype(np.float32)),
+        }
+        light = {
+            "step": pa.array([step] * rows),
+            "uid": pa.array([f"{step}g{row // SAMPLES}" for row in range(rows)]),
+            "score": pa.array(rng.integers(0, 2, rows).astype(float)),
+            "response_length": pa.array(responses),
+            "policy_version": pa.array([step - 1] * rows),
+            "temperature": pa.array([1.0] * rows),
+        }
+        table, size = pa.table(light | tokens), 4 * SAMPLES
+        parts = [table.slice(at, size) for at in range(0, rows, size)]
+        noted = {name: [digest(part[name]) for part in parts] for name in tokens}
+        note = Captured(FORMAT, "0", "0", "", {}, {}, {}, noted)
+        schema = table.schema.with_metadata({KEY: msgspec.json.encode(note)})
+        paths.append(folder / f"{step}.parquet")
+        with pq.ParquetWriter(paths[-1], schema, write_page_checksum=True) as writer:
+            for part in parts:
+                writer.write_table(part.replace_schema_metadata(schema.metadata))
     return paths

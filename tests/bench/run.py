@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ import duckdb
 import logs
 import polars as pl
 import pyarrow.parquet as pq
+import replay
+from measure import compare
 
 from rollsift.pipeline.batch import filter_logs
 from rollsift.pipeline.readers.jsonl import Reader
@@ -35,36 +36,9 @@ STEPS, PROMPTS = (8, 256) if FULL else (4, 64)
 # The same rows in as many step files; and the rows to hold the memory of ten times as many against.
 MANY = 1_000 if FULL else 200
 MEMORY = 10_000_000 if FULL else 500_000
-ROUNDS = 5
 ROLLSIFT = str(Path(sys.executable).with_name("rollsift"))
 LIGHT = ["uid", "step", "score", "response_length"]
 RECIPE = resolve({"name": "gfpo-shortest", "k": 8})
-
-
-def seconds(job: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    job()
-    return time.perf_counter() - start
-
-
-def compare(
-    name: str,
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
-    goal: float | None,
-    **more: object,
-) -> None:
-    """Print ours / theirs; a goal below 0 is the least of theirs / ours, None is no goal."""
-    ours(), theirs()  # both warm
-    pairs = [(seconds(ours), seconds(theirs)) for _ in range(ROUNDS)]
-    at_least = goal is not None and goal < 0
-    ratio = statistics.median(b / a if at_least else a / b for a, b in pairs)
-    row: dict[str, object] = {"name": name, "ratio": round(ratio, 2), "goal": None, "met": None}
-    if goal is not None:
-        row |= {"goal": abs(goal), "met": ratio >= -goal if at_least else ratio <= goal}
-    best = [round(min(pair[side] for pair in pairs), 3) for side in (0, 1)]
-    print(json.dumps(row | {"seconds": best} | more), flush=True)
 
 
 def into_run(source: Path, folder: Path) -> Path:
@@ -194,6 +168,7 @@ def main() -> None:
         loop(folder)
         memory(folder)
         sql(folder)
+        replay.bench(folder)
 
 
 if __name__ == "__main__":
