@@ -10,6 +10,7 @@ captured      what a captured file says of itself, and what pins its tokens
 rewards       scores by the user's own function
 aids          what else the user names to read a log: a tokenizer, a reward function
 fields        what logged names mean
+values        logged values as numbers and as text
 facts         rows to light columns
 groups        which rows answer one prompt, which make one rollout
 texts         what is copied beside the light columns
@@ -24,6 +25,7 @@ judge         the stages as one pure function
 tables        a judged step to its tables and manifest
 remarks       what a person should know of it
 files         files written so that they last
+info          what a run is: its recipe, readers and log folder
 store         the run folder, and all that is written into it
 batch         the driver: a whole log into a run
 rejudge       a run judged again from its logs, and compared value by value
@@ -40,4 +42,9 @@ replay        the kept rows back into verl's actor update: replay.plan, replay.t
               a step, replay.preflight looks at all of them; replay.settings, replay.devices,
               replay.cpu and replay.worker set up verl, replay.correction weighs what is stale,
               replay.update trains on an item, replay.checkpoints keeps and replay.trainer runs it
+capture       what verl sampled into files that a filter reads: capture.hooks finds verl's methods,
+              capture.v1 and capture.v0 wrap them, capture.settings, capture.lists and capture.rows
+              make columns of what verl holds, capture.online lets a recipe choose what is trained
+              on, capture.recorder collects a step, capture.background does the rest behind
+              training, capture.writer writes it
 """

@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollsift.schemas.errors import BadRecord, InputError, RollsiftError
-from rollsift.schemas.manifest import FORMAT, Manifest, encode
+from rollsift.schemas.manifest import FORMAT, Encoded, encode
 from rollsift.schemas.recipe import Recipe, plain
 
 from . import difficulty
 from .aids import NOTHING, Aids
 from .carried import Carried
 from .difficulty import Thresholds
+from .info import RunInfo
 from .judge import Judged, Scored, judge, measure
 from .load import Loaded, digest_of, load
 from .remarks import Remarks
 from .score import Rules, rules
 from .sources import Logs, Source, source_at
-from .store import Run, RunInfo, Spool, Step, Writer
-from .tables import groups_table, manifest_of, rollouts_table
+from .store import Run, Spool, Step, Writer
+from .tables import manifest_of, note, tables_of
 
 T = TypeVar("T")
 Notify = Callable[[str], None]
@@ -108,9 +109,8 @@ class _Filter:
             pass
         self._raise_errors()
         self.remarks.close()
-        while self.ready:
-            self.writer.publish(*self.ready[0])
-            self.done = self.ready.pop(0)[0]
+        for step in self.writer.publish(self.ready):
+            self.done = step
         return self.outcome
 
     def _sources(self) -> dict[int, Source]:
@@ -128,7 +128,7 @@ class _Filter:
         return dict(sorted(sources.items()))
 
     def _old(self, step: int) -> Step:
-        return self.writer.run.step(step, self.versions[step])
+        return self.writer.run.step(step, self.versions[step], rows=False)
 
     def _unchanged(self, source: Source, previous: str | None) -> Step | None:
         """The published step that was made from a source as it is now, after the step with the id
@@ -206,25 +206,20 @@ class _Filter:
                 self.errors.append(refusal)
                 continue
             version = self.versions.get(source.step, 0) + 1
-            manifest = manifest_of(source, self.by.recipe, loaded, judged, edges, previous)
+            made = manifest_of(source, self.by.recipe, loaded, judged, edges, previous)
+            manifest = encode(made)
             yield partial(self._stage, version, manifest, source, loaded, judged)
             self.ready.append((source.step, version))
-            previous = encode(manifest)[0]
+            previous = manifest[0]
             new = self.outcome.published if version == 1 else self.outcome.replaced
             new.append(source.step)
             self.outcome.bad_records += len(loaded.bad)
 
     def _stage(
-        self, version: int, manifest: Manifest, source: Source, loaded: Loaded, judged: Judged
+        self, version: int, manifest: Encoded, source: Source, loaded: Loaded, judged: Judged
     ) -> None:
-        self.writer.stage(
-            version,
-            manifest,
-            rollouts_table(source, loaded, judged),
-            groups_table(source, loaded, judged),
-            loaded.bad,
-            {"fingerprint": loaded.fingerprint},
-        )
+        tables = tables_of(source, loaded, judged)
+        self.writer.stage(source.step, version, manifest, tables, note(loaded))
         loaded.close()
 
     def _edges(self, scored: Scored) -> Thresholds:

@@ -39,11 +39,11 @@ def group_means(values: pl.Series, groups: pl.Series, count: int) -> pl.Series:
 
     Values that are multiples of 2**-20, as most rewards are, are summed as exact integers.
     """
-    values = values.cast(pl.Float64)
-    known = (values.is_finite() & groups.is_not_null()).fill_null(False)
+    x = values.cast(pl.Float64).to_numpy()  # where null is NaN
+    known = np.isfinite(x) & groups.is_not_null().to_numpy()
+    codes = groups.fill_null(0).to_numpy().astype(np.int64)
     if not known.all():
-        values, groups = values.filter(known), groups.filter(known)
-    x, codes = values.to_numpy(), groups.to_numpy().astype(np.int64)
+        x, codes = x[known], codes[known]
     counts = np.bincount(codes, minlength=count)
     largest = max(float(x.max(initial=0.0)), -float(x.min(initial=0.0))) * int(
         counts.max(initial=0)

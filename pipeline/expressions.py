@@ -1,7 +1,6 @@
 """Row expressions of recipes: DuckDB SQL over the columns of one row.
 
-`parse` checks an expression before any data is read, `evaluate` gives its value for each row,
-`numbers` and `booleans` read such values, or a logged column, as recipes do.
+`parse` checks an expression before any data is read, `evaluate` gives its value for each row.
 
 What is allowed is listed, all else is refused. The tree that is checked is DuckDB's own, and a
 function counts as a row function where all its overloads are scalar and consistent. So a value
@@ -22,6 +21,8 @@ import polars as pl
 from polars.selectors import by_dtype
 
 from rollsift.schemas.errors import RecipeError
+
+from .readers import constant
 
 if TYPE_CHECKING:  # many a run needs no DuckDB, and importing it takes time
     from duckdb import DuckDBPyConnection
@@ -96,14 +97,6 @@ _FUNCTIONS = """
     GROUP BY ALL
 """
 
-_JSON_NUMBER = r"^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?$"
-_WORDS = {
-    **{"True": 1.0, "true": 1.0, "False": 0.0, "false": 0.0},
-    **{"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")},
-    # As numpy writes them.
-    **{"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")},
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Expression:
@@ -122,6 +115,8 @@ class _Refused(ValueError):
 
 def parse(text: str, key: str) -> Expression:
     """Check the row expression that stands under `key` in a recipe."""
+    if text == "reward":  # which needs no DuckDB
+        return Expression(text, frozenset({text}), text, frozenset({text}))
     try:
         tree = _tree(text)
         columns = {_folded(name): name for name in sorted(_columns_read(tree), reverse=True)}
@@ -135,28 +130,15 @@ def parse(text: str, key: str) -> Expression:
     return Expression(text, frozenset(columns.values()), bare, frozenset(operands))
 
 
-def resolve(expression: Expression, names: Iterable[str], key: str) -> tuple[str, ...]:
-    """Those of `names` that the expression reads, spelled as they are there."""
-    known: dict[str, list[str]] = {}
-    for name in names:
-        known.setdefault(_folded(name), []).append(name)
-    found = []
-    for name in sorted(expression.columns):
-        spelled = known.get(_folded(name), [])
-        if len(spelled) != 1:
-            many = f"{name} may be {' or '.join(spelled)}, which differ in case alone"
-            none = f"there is no column {name}{_nearest(name, known)}"
-            raise _error(key, expression.text, many if spelled else none)
-        found += spelled
-    return tuple(found)
-
-
 def evaluate(expression: Expression, rows: pl.DataFrame, key: str) -> pl.Series:
     """The expression's value for each row, in the order of the rows."""
-    names = resolve(expression, rows.columns, key)
-    if expression.bare is not None:
-        return rows.get_column(names[0])
     import duckdb
+
+    known = {_folded(name): name for name in rows.columns}
+    if unknown := sorted(name for name in expression.columns if _folded(name) not in known):
+        problem = f"there is no column {unknown[0]}{_nearest(unknown[0], known)}"
+        raise _error(key, expression.text, problem)
+    names = sorted(known[_folded(name)] for name in expression.columns)
 
     try:
         with _database().cursor() as cursor:  # no other cursor sees the table
@@ -168,34 +150,6 @@ def evaluate(expression: Expression, rows: pl.DataFrame, key: str) -> pl.Series:
             return found.get_column("value")
     except (duckdb.Error, _Refused) as problem:
         raise _error(key, expression.text, problem) from None
-
-
-def numbers(values: pl.Series) -> tuple[pl.Series, int, int | None]:
-    """Values read as numbers, how many were text, and where the first is that is neither.
-
-    Text is read where it is a number in JSON's syntax, `True` or `False` (in lower case, too),
-    `NaN`, `Infinity` or `-Infinity`. What cannot be read is null.
-    """
-    if values.dtype.is_numeric() or values.dtype in (pl.Boolean, pl.Null):
-        return values.cast(pl.Float64), 0, None
-    if values.dtype not in (pl.String, pl.Categorical, pl.Enum):
-        read = pl.repeat(None, len(values), dtype=pl.Float64, eager=True)
-    else:
-        text = values.cast(pl.String).to_frame("text")
-        number = pl.when(pl.col("text").str.contains(_JSON_NUMBER)).then("text").cast(pl.Float64)
-        word = pl.col("text").replace_strict(_WORDS, default=None, return_dtype=pl.Float64)
-        read = text.select(number.fill_null(word)).to_series()
-    wrong = values.is_not_null() & read.is_null()
-    from_text = len(read) - read.null_count()
-    return read.rename(values.name), from_text, wrong.arg_max() if wrong.any() else None
-
-
-def booleans(values: pl.Series) -> tuple[pl.Series, int, int | None]:
-    """Values read as true or false, as `numbers` does it: what is not 0 is true, NaN too."""
-    if values.dtype == pl.Boolean:
-        return values, 0, None
-    read, from_text, wrong = numbers(values)
-    return read != 0, from_text, wrong
 
 
 def _tree(text: str) -> dict[str, Any]:
@@ -345,7 +299,7 @@ def _functions() -> dict[str, tuple[list[str], list[list[str]]]]:
 def _handed_over(rows: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
     """The columns that DuckDB is to see, in types that it knows."""
     if not names:  # a constant has a value for each row, too
-        return pl.repeat(True, rows.height, eager=True).to_frame()
+        return constant(True, rows.height, pl.Boolean).to_frame()
     return rows.select(names).cast({by_dtype(pl.Float16, pl.Int128, pl.UInt128): pl.Float64})
 
 

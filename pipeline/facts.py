@@ -2,14 +2,14 @@
 
 Light columns of a row: `source_row`, `line`, `uid`, `prompt` (text; only where groups need it),
 `truth`, `reward` (finite or null), `response_length`, `no_response`, `policy_version`, `truncated`,
-`finish_reason`, and `field:<name>` for each logged field that an expression of the recipe reads, or
-`truth:<name>` (a number or null) where the expression is that name alone.
+`finish_reason`, `session` and `output` where the file is captured, and `field:<name>` for each
+logged field that an expression of the recipe reads, or `truth:<name>` (a number or null) where the
+expression is that name alone.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +18,10 @@ import polars as pl
 
 from rollsift.schemas.errors import BadRecord
 
-from .expressions import numbers
-from .fields import IDS, MASK, PROMPT_IDS, Fields, Length
-from .readers import Chunk
+from .fields import IDS, MASK, OUTPUT, PROMPT_IDS, SESSION, Fields, Length
+from .readers import Chunk, constant
 from .readers.records import EXACT
+from .values import as_text, numbers, unquoted
 
 MOST = 1 << 40  # of a length: the sum over any step still fits into int64
 _NUMBERS = {int, float, bool, type(None)}
@@ -44,7 +44,8 @@ class Reading:
     """How a file is read: its fields' roles, where reward and length come from, what expressions
     need. `as_numbers` are the logged fields whose every value must be a number; of `as_truths`,
     names in an expression, values may be; `group_by_prompt` says that the prompts are needed to
-    find the groups, `scored` that a reward function needs what verl gives it."""
+    find the groups, `scored` that a reward function needs what verl gives it, `captured` that the
+    file tells of its sessions."""
 
     file: str
     step: int
@@ -57,6 +58,7 @@ class Reading:
     group_by_prompt: bool
     count_tokens: Callable[[pl.Series], pl.Series] | None = None
     scored: bool = False
+    captured: bool = False
 
     def columns(self, kinds: Mapping[str, str]) -> list[str]:
         """The fields to read of a file in which each can be read alone, in its own order."""
@@ -72,6 +74,8 @@ class Reading:
         names |= {found for name in wanted if (found := self.fields.find(name))}
         if self.scored:
             names.add("extra_info")
+        if self.captured:
+            names |= {SESSION, OUTPUT}
         if self.group_by_prompt and "prompt" not in self.fields.columns:
             names.add(PROMPT_IDS)
         return [name for name in kinds if name in names]
@@ -90,14 +94,17 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
     def text(column: str, default: pl.Series | None = None) -> pl.Series:
         values = logged(column)
         kind = chunk.kinds.get(columns.get(column) or "\0")
+        if values is not None and values.dtype == pl.Categorical:
+            return values
         return as_text(default if values is None else values, len(rows), kind)
 
     def number(name: str | None) -> pl.Series:
         if name is None or name not in rows.columns:
-            return pl.repeat(None, len(rows), dtype=pl.Float64, eager=True)
-        found = _unquoted(rows[name], chunk.kinds.get(name))
-        values, texts, _ = numbers(found)
-        check.refuse(found.is_not_null() & values.is_null(), name, "a number", found)
+            return constant(None, len(rows), pl.Float64)
+        found = unquoted(rows[name], chunk.kinds.get(name))
+        values, texts = numbers(found)
+        if values.null_count() > found.null_count():
+            check.refuse(found.is_not_null() & values.is_null(), name, "a number", found)
         if texts and chunk.kinds.get(name) == "mixed":  # numbers among text are JSON text, too
             texts = int((rows[name].str.starts_with('"') & values.is_not_null()).sum())
         if texts:
@@ -106,27 +113,30 @@ def facts(chunk: Chunk, reading: Reading) -> Facts:
 
     if (step := logged("step")) is not None:
         name = columns["step"]
-        wrong = (number(name) != reading.step).fill_null(False)
-        check.refuse(wrong, name, f"{reading.step}, the file's step", step)
+        check.refuse(number(name) != reading.step, name, f"{reading.step}, the file's step", step)
     reward = number(reading.reward or None)
-    light["reward"] = reward.set(~reward.is_finite(), None)
+    finite = reward.is_finite()
+    light["reward"] = reward if finite.all() else reward.set(~finite, None)
     light["response_length"], light["no_response"] = _length(rows, reading, number, check)
     light["policy_version"] = _whole(rows, columns.get("policy_version"), number, check)
     light["finish_reason"] = text("finish_reason")
-    truncated = number(columns.get("truncated")) != 0
-    light["truncated"] = truncated.zip_with(
-        truncated.is_not_null(), light["finish_reason"] == "length"
-    )
+    light["truncated"] = light["finish_reason"] == "length"
+    if columns.get("truncated") in rows.columns:
+        truncated = number(columns["truncated"]) != 0
+        light["truncated"] = truncated.zip_with(truncated.is_not_null(), light["truncated"])
     light["uid"] = text("uid")
     if reading.group_by_prompt:
         light["prompt"] = text("prompt", rows.get_column(PROMPT_IDS, default=None))
         light["truth"] = text("ground_truth")
-    texts = (name for name in reading.as_numbers if rows.schema.get(name) == pl.String)
-    rows = rows.with_columns(number(name).alias(name) for name in sorted(texts))
+    if reading.captured:
+        light["session"], light["output"] = (rows[n].cast(pl.Int64) for n in (SESSION, OUTPUT))
+    if texts := [name for name in reading.as_numbers if rows.schema.get(name) == pl.String]:
+        rows = rows.with_columns(number(name).alias(name) for name in sorted(texts))
     light |= _named(chunk, rows, reading)
-    frame = chunk.places.with_columns(**light)
-    good = ~check.wrong
-    return Facts(frame.filter(good), rows.filter(good), chunk.bad + check.bad, from_text)
+    frame = chunk.places.hstack([values.alias(name) for name, values in light.items()])
+    if check.bad:
+        frame, rows = frame.filter(~check.wrong), rows.filter(~check.wrong)
+    return Facts(frame, rows, chunk.bad + check.bad, from_text)
 
 
 def _named(chunk: Chunk, rows: pl.DataFrame, reading: Reading) -> dict[str, pl.Series]:
@@ -135,7 +145,7 @@ def _named(chunk: Chunk, rows: pl.DataFrame, reading: Reading) -> dict[str, pl.S
     for wanted in sorted(reading.as_truths):
         field = reading.fields.find(wanted)
         if field in chunk.rows.columns:
-            logged = _unquoted(chunk.rows[field], chunk.kinds.get(field))
+            logged = unquoted(chunk.rows[field], chunk.kinds.get(field))
             found[f"truth:{wanted}"] = numbers(logged)[0]
     for wanted in sorted(reading.wanted):
         field = reading.fields.find(wanted)
@@ -149,13 +159,14 @@ class _Check:
 
     def __init__(self, chunk: Chunk, file: str) -> None:
         self.places, self.file, self.kinds = chunk.places, file, chunk.kinds
-        self.wrong = pl.repeat(False, len(chunk.places), dtype=pl.Boolean, eager=True)
+        self.wrong = constant(False, len(chunk.places), pl.Boolean)
         self.bad: list[BadRecord] = []
 
     def refuse(self, where: pl.Series, field: str, expected: str, found: pl.Series) -> None:
-        where = where & ~self.wrong
+        """Note the rows in which `where` is true; where it is null it is not."""
         if not where.any():
             return
+        where = where.fill_null(False) & ~self.wrong
         hits = self.places.with_columns(found=found).filter(where)
         for row, line, value in hits.iter_rows():
             shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
@@ -164,65 +175,17 @@ class _Check:
         self.wrong = self.wrong | where
 
 
-def as_text(values: pl.Series | None, count: int, kind: str | None = None) -> pl.Series:
-    """Any logged values as text, equal for equal values, whatever stands beside them: lists of
-    numbers joined by commas, other nested values as JSON, bytes that are no text escaped."""
-    if values is None or values.dtype == pl.Null:
-        return pl.repeat(None, count, dtype=pl.String, eager=True)
-    if kind == "mixed" or values.dtype.is_float():
-        return pl.Series(values.name, map(_one_text, values), pl.String)
-    if isinstance(values.dtype, pl.List) and values.dtype.inner.is_numeric():
-        return values.cast(pl.List(pl.String)).list.join(",")
-    if values.dtype.is_nested():
-        return _nested_text(values)
-    if values.dtype == pl.Binary:
-        return pl.Series(values.name, map(_bytes_text, values), pl.String)
-    if values.dtype in (pl.Duration, pl.Time):  # a cast refuses one and rounds the other
-        return values.dt.to_string()
-    return values.cast(pl.String)
-
-
-def _one_text(value: str | float | None) -> str | None:
-    """A number, or a mixed field's JSON, as text: strings as they are, 1.0 as 1."""
-    if isinstance(value, str):
-        if value.startswith('"'):
-            return str(json.loads(value))
-        if re.fullmatch(r"-?[0-9]+", value) or not re.fullmatch(r"[0-9.eE+-]+", value):
-            return value
-        return _one_text(float(value))
-    if value is not None and value == value // 1 and abs(value) < EXACT:
-        return str(int(value))
-    return None if value is None else repr(value)
-
-
-def _bytes_text(value: bytes | None) -> str | None:
-    try:
-        return None if value is None else value.decode()
-    except UnicodeDecodeError:
-        return str(value)[2:-1]
-
-
-def _nested_text(values: pl.Series) -> pl.Series:
-    if "Binary" not in str(values.dtype):
-        texts = values.to_frame("").select(pl.struct("").struct.json_encode()).to_series()
-        texts = texts.str.strip_prefix('{"":').str.strip_suffix("}")
-        return texts.set(values.is_null(), None)
-    items = [None if v is None else json.dumps(v, default=repr) for v in values.to_list()]
-    return pl.Series(values.name, items, pl.String)
-
-
 def _whole(
     rows: pl.DataFrame, name: str | None, number: Callable[[str], pl.Series], check: _Check
 ) -> pl.Series:
     if name is None or name not in rows.columns:
-        return pl.repeat(None, len(rows), dtype=pl.Int64, eager=True)
-    values = rows[name] if rows[name].dtype.is_integer() else number(name)
+        return constant(None, len(rows), pl.Int64)
+    values = rows[name] if rows[name].dtype == pl.Int64 else number(name)
     odd = ~values.is_between(-EXACT, EXACT)
     if values.dtype.is_float():
         odd |= values != values.floor()
-    odd = odd.fill_null(False)
     check.refuse(odd, name, "a whole number", values)
-    return values.set(odd, None).cast(pl.Int64)
+    return (values.set(odd, None) if odd.any() else values).cast(pl.Int64)
 
 
 def _length(
@@ -231,14 +194,15 @@ def _length(
     """Length or null, and whether the response is null."""
     source, names = reading.length.source, reading.length.fields
     held = [name for name in names if name in rows.columns]
-    nothing = pl.repeat(None, len(rows), dtype=pl.Int64, eager=True)
+    nothing = constant(None, len(rows), pl.Int64)
     response = reading.fields.columns.get("response")
     if source == "logged":
         lengths = _whole(rows, names[0], number, check)
-        unfit = (lengths < 0) | (lengths > MOST)
-        check.refuse(unfit.fill_null(False), names[0], f"a length from 0 to {MOST:,}", lengths)
-        gone = rows[response].is_null() if response in rows.columns else lengths.is_null() & False
-        return lengths, gone
+        unfit = ~lengths.is_between(0, MOST)
+        check.refuse(unfit, names[0], f"a length from 0 to {MOST:,}", lengths)
+        if response in rows.columns:
+            return lengths, rows[response].is_null()
+        return lengths, constant(False, len(rows), pl.Boolean)
     if not held:
         return nothing, nothing.is_null()
     if source == "tokens":
@@ -261,7 +225,7 @@ def _tokens(rows: pl.DataFrame, held: Sequence[str], check: _Check) -> tuple[pl.
     for name in held:
         if rows[name].dtype != pl.Null and not _is_list_of_numbers(rows[name].dtype):
             check.refuse(rows[name].is_not_null(), name, "a list of numbers", rows[name])
-            return pl.repeat(None, len(rows), dtype=pl.Int64, eager=True), rows[name].is_null()
+            return constant(None, len(rows), pl.Int64), rows[name].is_null()
     ids = rows[IDS] if IDS in held else None
     if MASK not in held or rows[MASK].dtype == pl.Null:
         ids = rows[held[0]] if ids is None else ids
@@ -273,11 +237,11 @@ def _tokens(rows: pl.DataFrame, held: Sequence[str], check: _Check) -> tuple[pl.
     odd = ~mask.list.eval(
         pl.element().cast(pl.Float64).is_in([0.0, 1.0]).fill_null(False)
     ).list.all()
-    check.refuse((odd & ~gone).fill_null(False), MASK, "0 and 1 only", mask)
+    check.refuse(odd & ~gone, MASK, "0 and 1 only", mask)
     inner = mask.cast(pl.List(pl.Int64), strict=False)
     if ids is not None and ids.dtype != pl.Null:
         unfit = (mask.list.len() != ids.list.len()) | (mask.is_null() & ~gone)
-        check.refuse(unfit.fill_null(False), MASK, f"one value per value of {IDS}", mask.list.len())
+        check.refuse(unfit, MASK, f"one value per value of {IDS}", mask.list.len())
     return inner.list.sum().set(gone, None), gone
 
 
@@ -300,8 +264,3 @@ def _is_list_of_numbers(dtype: pl.DataType) -> bool:
         return False
     inner: Any = dtype.inner
     return inner.is_numeric() or inner in (pl.Boolean, pl.Null)
-
-
-def _unquoted(values: pl.Series, kind: str | None) -> pl.Series:
-    """Mixed values are JSON text, in which strings stand in quotes."""
-    return values.str.replace(r'(?s)^"(.*)"$', "$1") if kind == "mixed" else values

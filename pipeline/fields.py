@@ -24,6 +24,8 @@ LOGGED_AS: Final[dict[str, tuple[str, ...]]] = {
 REWARDS: Final = ("score", "reward")
 # Token columns of verl: read for lengths, and for replay; in SQL under these names.
 MASK, IDS, PROMPT_IDS = "response_mask", "response_ids", "prompt_ids"
+# Columns of captured files only: the rollout in its group, and the output in that.
+SESSION, OUTPUT = "session_id", "output_index"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +116,18 @@ def could_be_reward(kinds: Mapping[str, str]) -> list[str]:
     return [name for name, kind in kinds.items() if kind in numeric and name not in roles]
 
 
-def length_of(kinds: Mapping[str, str], wanted: str, tokenizer: bool, file: str) -> Length:
+def length_of(
+    kinds: Mapping[str, str], wanted: str, tokenizer: bool, file: str, captured: bool = False
+) -> Length:
     """What the response's length is read from, by `length` of the recipe.
 
-    Tokens that the policy wrote (the mask's sum), else response ids, else a logged count, else a
-    tokenizer's count, else characters. Raises InputError where the wanted unit is not to be had.
+    Tokens that the policy wrote (the mask's sum, which a `captured` file has counted), else
+    response ids, else a logged count, else a tokenizer's count, else characters. Raises InputError
+    where the wanted unit is not to be had.
     """
     if wanted in ("auto", "tokens"):
+        if captured:
+            return Length("tokens", "logged", ("response_length",))
         if MASK in kinds:
             return Length("tokens", "tokens", tuple(name for name in (MASK, IDS) if name in kinds))
         if IDS in kinds:

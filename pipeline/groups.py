@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 
+import numpy as np
 import polars as pl
-import pyarrow.compute as pc
 
 from rollsift.schemas.errors import BadRecord
 
 from . import segments
+from .readers import constant
 
 # Numbers as Python writes them: \d would take any script's digits, and 01 is no number of verl's.
 _NUMBER = "(0|[1-9][0-9]{0,17})"
@@ -46,8 +46,11 @@ def group(rows: pl.DataFrame, file: str, lossy: bool = False) -> Grouped:
     rows, bad = _ungroupable(rows, file, "uid" if named else "prompt")
     keys = rows["uid"] if named else _pairs(rows)
     codes, ids = _codes(keys)
-    padding = ids.str.contains(PADDING).gather(codes) if named else codes.is_null()
-    rows = rows.with_columns(padding=padding)
+    pads = ids.str.starts_with("pad") if named else ids.is_null()
+    if pads.any():
+        pads = ids.str.contains(PADDING)
+    padding = pads.gather(codes) if pads.any() else constant(False, len(rows), pl.Boolean)
+    rows = rows.hstack([padding.alias("padding")])
     # Row keys are unique, most uids are not: only then is each looked at.
     cut, note = _row_keys(rows) if named and len(ids) == len(rows) else (None, None)
     notes = [f"{file}: every uid is unique and {note}: no uid is cut"] if note else []
@@ -56,36 +59,41 @@ def group(rows: pl.DataFrame, file: str, lossy: bool = False) -> Grouped:
         notes.append(
             f"{file}: the uids look like row keys, but {twice!r} stands twice: none is cut"
         )
+    if cut is None and "session" in rows.columns:  # captured files have columns for what is cut
+        cut = [rows["uid"].cast(pl.String).alias("key"), rows["session"], rows["output"]]
     if cut is not None:
         rows = rows.with_columns(cut)
         if lossy:
             rows, torn = _torn_sessions(rows, file)
             bad += torn
-        keys, padding = rows["key"], rows["padding"]
-    if cut is not None or padding.any():
-        codes, ids = _codes(keys.set(padding, None))
+        codes, ids = _codes(rows["key"].set(rows["padding"], None))
+        rollout, _ = _codes(rows.select(pl.format("{}_{}", "key", "session")).to_series())
+        sample, output = rows["session"].cast(pl.Int32, strict=False), rows["output"]
+    else:
+        if pads.any():
+            codes = ((~pads).cum_sum() - 1).set(pads, None).gather(codes)
+            ids = ids.filter(~pads)
+        rollout = pl.int_range(len(rows), dtype=pl.UInt32, eager=True)
+        sample = segments.places(codes.fill_null(len(ids)) if codes.has_nulls() else codes)
+        output = constant(0, len(rows), pl.Int64)
     if not named:  # a name of fixed length for what may be pages of text
         ids = ids.map_elements(lambda key: sha256(key.encode()).hexdigest()[:32], pl.String)
-    if cut is None:
-        rollout = pl.int_range(len(rows), dtype=pl.UInt32, eager=True)
-        sample = segments.places(codes.fill_null(len(ids)))
-        rows = rows.with_columns(output=pl.lit(0, pl.Int64))
-    else:
-        rollout, _ = _codes(rows.select(pl.format("{}_{}", "key", "session")).to_series())
-        sample = rows["session"].cast(pl.Int32, strict=False)
-    rows = rows.drop("key", "session", "prompt", "truth", strict=False)
-    rows = rows.with_columns(group=codes, rollout=rollout, sample=sample)
+    rows = rows.drop("key", "session", "output", "prompt", "truth", strict=False)
+    made = {"group": codes.cast(pl.UInt32), "rollout": rollout, "sample": sample, "output": output}
+    rows = rows.hstack(pl.DataFrame(made))
     return Grouped(rows, ids, "uid" if named else "prompt", cut is not None, notes, bad)
 
 
 def _ungroupable(rows: pl.DataFrame, file: str, key: str) -> tuple[pl.DataFrame, list[BadRecord]]:
+    if not rows[key].has_nulls():
+        return rows, []
     lost = rows.filter(pl.col(key).is_null())
     why = "found null among uids" if key == "uid" else "found neither uid nor prompt"
     bad = [
         BadRecord(file, row, line, key, f"{why}; its group cannot be told")
         for row, line in lost.select("source_row", "line").iter_rows()
     ]
-    return (rows.filter(pl.col(key).is_not_null()) if bad else rows), bad
+    return rows.filter(pl.col(key).is_not_null()), bad
 
 
 def _torn_sessions(rows: pl.DataFrame, file: str) -> tuple[pl.DataFrame, list[BadRecord]]:
@@ -100,7 +108,7 @@ def _torn_sessions(rows: pl.DataFrame, file: str) -> tuple[pl.DataFrame, list[Ba
 def _row_keys(rows: pl.DataFrame) -> tuple[list[pl.Series] | None, str | None]:
     """Key, session and output of every row whose uid is unique; None where they are no row keys,
     with what tells them from these where some look like them."""
-    uid = rows["uid"]
+    uid = rows["uid"].cast(pl.String)
     real = uid.filter(~rows["padding"])
     fits = real.str.contains(ROW_KEY)
     if not fits.all():
@@ -113,7 +121,7 @@ def _row_keys(rows: pl.DataFrame) -> tuple[list[pl.Series] | None, str | None]:
             "output": uid.str.extract(ROW_KEY, 3).cast(pl.Int64),
         }
     )
-    prompts = rows["prompt"] if "prompt" in rows.columns else pl.repeat("", len(rows), eager=True)
+    prompts = rows["prompt"] if "prompt" in rows.columns else constant("", len(rows), pl.String)
     first = (
         cut.with_columns(prompt=prompts, padding=rows["padding"])
         .filter(~pl.col("padding"))
@@ -137,8 +145,9 @@ def _pairs(rows: pl.DataFrame) -> pl.Series:
 
 def _codes(keys: pl.Series) -> tuple[pl.Series, pl.Series]:
     """Number keys by their first row; -> (UInt32 per row, null for null; the distinct keys)."""
-    runs = keys.rle_id()  # most often there is one of each key
-    starts = keys.filter(runs.diff().fill_null(1) != 0)
-    encoded: Any = pc.dictionary_encode(starts.to_arrow())  # in the order in which they appear
-    codes, ids = pl.Series(pl.from_arrow(encoded.indices)), pl.from_arrow(encoded.dictionary)
-    return codes.cast(pl.UInt32).gather(runs), pl.Series(ids)
+    words = keys.cast(pl.Categorical)
+    seen = words.drop_nulls().unique(maintain_order=True)
+    places = seen.to_physical().to_numpy()
+    numbers = np.zeros(int(places.max(initial=0)) + 1, np.uint32)
+    numbers[places] = np.arange(len(places))
+    return pl.Series(numbers).gather(words.to_physical()), seen.cast(pl.String)

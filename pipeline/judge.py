@@ -9,6 +9,7 @@ import polars as pl
 from rollsift.schemas.recipe import BUCKETS, KPerBucket, Recipe
 
 from .difficulty import Thresholds, buckets, group_means
+from .readers import constant
 from .score import Rules, rollouts, score
 from .segments import counts
 from .select import select
@@ -43,20 +44,21 @@ def measure(rows: pl.DataFrame, by: Rules) -> Scored:
 def judge(scored: Scored, recipe: Recipe, edges: Thresholds) -> Judged:
     """Give every row its verdict. Adds columns, looks only within a group, touches no file."""
     bucket = buckets(scored.groups["difficulty"], edges, recipe.difficulty.warmup)
-    groups = scored.groups.with_columns(bucket=bucket, k=_k(bucket, recipe))
+    groups = scored.groups.hstack([bucket, _k(bucket, recipe).alias("k")])
     chosen = select(scored.rollouts, groups, recipe)
-    verdict = chosen.select("correct", "metric", "rank", "reason", kept=pl.col("reason").is_null())
+    kept = chosen["reason"].is_null()
+    verdict = chosen[["correct", "metric", "rank", "reason"]].hstack([kept.alias("kept")])
     if not chosen["rollout"].equals(scored.rows["rollout"]):  # rows of one rollout share a verdict
         at = chosen["rollout"].search_sorted(scored.rows["rollout"])
         verdict = verdict.select(pl.all().gather(at))
-    kept = counts(chosen["group"].filter(chosen["reason"].is_null()), len(groups))
-    return Judged(scored.rows.hstack(verdict), groups.with_columns(kept_count=kept))
+    count = counts(chosen["group"].filter(kept), len(groups))
+    return Judged(scored.rows.hstack(verdict), groups.hstack([count.alias("kept_count")]))
 
 
 def _k(bucket: pl.Series, recipe: Recipe) -> pl.Series:
     """K of each group; null where k differs by bucket and the group has none."""
     if not isinstance(recipe.k, KPerBucket):
-        return pl.repeat(recipe.k, len(bucket), dtype=pl.Int32, eager=True)
+        return constant(recipe.k, len(bucket), pl.Int32)
     return bucket.replace_strict(
         {name: recipe.k_of(name) for name in (*BUCKETS, "warmup")}, return_dtype=pl.Int32
     )
@@ -65,7 +67,7 @@ def _k(bucket: pl.Series, recipe: Recipe) -> pl.Series:
 def _groups(rollouts: pl.DataFrame, recipe: Recipe) -> pl.DataFrame:
     last = rollouts["group"].max()
     count = 0 if last is None else int(last) + 1  # type: ignore[arg-type]  # UInt32
-    counted = rollouts.select("group", "invalid", "reward", "signal", "spread")
+    counted = rollouts[["group", "invalid", "reward", "signal", "spread"]]
     if counted["invalid"].null_count() < len(counted):
         counted = counted.filter(pl.col("invalid").is_null())
     mean = difficulty = group_means(counted["reward"], counted["group"], count)

@@ -13,12 +13,13 @@ import pyarrow.parquet as pq
 from rollsift.schemas.errors import BadRecord, InputError
 from rollsift.schemas.manifest import Source as Pinned
 
+from .captured import captured
 from .carried import Carried
 from .facts import Reading, facts
-from .fields import REWARDS, Fields, format_of, length_of, resolve, reward_field
+from .fields import REWARDS, SESSION, Fields, format_of, length_of, resolve, reward_field
 from .files import sha256_of
 from .groups import ROW_KEY, group
-from .readers import Chunk, Chunks, arrow_types, footer, generation, jsonl, parquet
+from .readers import Chunk, Chunks, arrow_types, constant, footer, generation, jsonl, parquet
 from .rewards import Answers, RewardFunction
 from .score import Rules
 from .sources import Source
@@ -107,6 +108,7 @@ class _Loader:
         self.results: dict[str, str] = {}
         self.answers: dict[int, Answers] = {}
         self.by_prompt = self.format == "jsonl"
+        self.captured = False
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -125,12 +127,14 @@ class _Loader:
             lost = read.records - 1
             read.light, read.bad, read.records = read.light[:1], whole[:1], 1
             self.spool.close()
-        rows = pl.concat(read.light, how="diagonal_relaxed").with_columns(
-            step=pl.lit(self.source.step, pl.Int64)
-        )
+        light = [part for part in read.light[1:] if len(part)] or read.light[:1]
+        rows = light[0] if len(light) == 1 else pl.concat(light, how="diagonal_relaxed")
+        step = constant(self.source.step, len(rows), pl.Int64)
+        rows = rows.hstack([step.alias("step")])
         grouped = group(rows, self.source.file, lossy=bool(read.bad))
         fingerprint = read.fingerprint.hexdigest()
         repeated = self._repeated(fingerprint)
+        repeat = constant(repeated is not None, len(grouped.rows), pl.Boolean)
         notes = grouped.notes
         if whole and lost > 0:
             notes.append(
@@ -139,7 +143,7 @@ class _Loader:
         if repeated is not None:
             notes.append(f"{self.source.file}: the same rollouts as step {repeated} (`repeat`)")
         return Loaded(
-            rows=grouped.rows.with_columns(repeat=pl.lit(repeated is not None)),
+            rows=grouped.rows.hstack([repeat.alias("repeat")]),
             texts=self.spool if self.stored else None,
             ids=grouped.ids,
             format=format_of(self.kinds, self.format, grouped.cut) if self.kinds else None,
@@ -222,6 +226,8 @@ class _Loader:
         # Where uids may be verl's row keys, prompts must be compared.
         uid = parquet.first(self.source.path, "uid")
         self.by_prompt = uid is None or bool(re.match(ROW_KEY, str(uid)))
+        if SESSION in kinds:
+            self.captured = captured(pq.read_metadata(self.source.path)) is not None
         return self._reading().columns(kinds)
 
     def _reading(self) -> Reading:
@@ -233,7 +239,7 @@ class _Loader:
             reward = function.name
         elif self.need_reward or any(name in self.kinds for name in REWARDS):
             reward = reward_field(self.kinds, reward or recipe.reward, file)
-        length = length_of(self.kinds, recipe.length, tokenizer is not None, file)
+        length = length_of(self.kinds, recipe.length, tokenizer is not None, file, self.captured)
         if length.unit != (self.carried.unit or length.unit):
             raise InputError(
                 f"{file}: length would be in {length.unit}, earlier steps' is in "
@@ -254,6 +260,7 @@ class _Loader:
             group_by_prompt=self.by_prompt,
             count_tokens=tokenizer.count if tokenizer else None,
             scored=function is not None,
+            captured=self.captured,
         )
 
     def _numbers(self, fields: Fields) -> frozenset[str]:
@@ -274,8 +281,9 @@ def digest_of(source: Source, by: Rules, carried: Carried) -> str:
             else:
                 kinds = {field.name: arrow_types.kind_of(field.type) for field in file.schema_arrow}
                 read = loader._choose(kinds)
+            footer.check(file.metadata)
             return footer.digest(source.path, file.metadata, read)
-    except (pa.ArrowException, OSError, InputError):
+    except (ValueError, pa.ArrowException, OSError, InputError):
         return sha256_of(source.path)
 
 

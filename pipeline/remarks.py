@@ -54,8 +54,9 @@ class Remarks:
         largest = int(sizes.max())  # type: ignore[arg-type]  # Int32
         self.largest = max(self.largest, largest)
         self.ranked |= judged.rows["rank"].count() > 0
-        self.unranked |= (judged.rows["reason"] == "no_metric").any()
-        self.ranked_out |= bool(judged.rows["reason"].is_in(["outranked", "displaced"]).any())
+        reasons = set(judged.rows["reason"].unique())
+        self.unranked |= "no_metric" in reasons
+        self.ranked_out |= bool(reasons & {"outranked", "displaced"})
         due = self.recipe.group_size or largest
         odd = groups.filter(pl.col("group_size") != due)
         if not len(odd):

@@ -5,7 +5,6 @@ The one place where code is run that is not rollsift's: a person named it on the
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import importlib
 import importlib.util
@@ -117,6 +116,8 @@ class RewardFunction:
             return {self.name: None}
         returned = self.call(**given)
         if inspect.iscoroutine(returned):
+            import asyncio  # takes time, and most functions are none of its
+
             returned = asyncio.run(returned)
         plain = records.plain(returned)
         results = plain if isinstance(plain, dict) else {"score": plain}

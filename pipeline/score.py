@@ -18,8 +18,10 @@ from rollsift.schemas.reasons import REASONS
 from rollsift.schemas.recipe import Recipe
 
 from .aids import NOTHING, Aids
-from .expressions import Expression, booleans, evaluate, numbers, parse
+from .expressions import Expression, evaluate, parse
 from .fields import Fields
+from .readers import constant
+from .values import numbers
 
 # Names an expression can use besides logged fields -> the rollouts' own columns.
 FACTS = {
@@ -122,8 +124,8 @@ def rules(recipe: Recipe, aids: Aids = NOTHING) -> Rules:
 def rollouts(rows: pl.DataFrame) -> pl.DataFrame:
     """One row per rollout, by its number. Outputs of one session are one rollout: length their sum,
     version their oldest, all else of the highest output; what makes one unusable makes all so."""
-    number = rows["rollout"]
-    if (number.shift(-1) > number).fill_null(True).all():
+    number = rows["rollout"].to_numpy()
+    if (number[1:] > number[:-1]).all():
         return rows
     length, version = pl.col("response_length"), pl.col("policy_version")
     whole = rows.group_by("rollout").agg(
@@ -142,14 +144,14 @@ def score(rollouts: pl.DataFrame, by: Rules) -> pl.DataFrame:
     """Add the scores. Raises RecipeError for an expression that cannot be evaluated, InputError
     where max_lag is set and a version is unknown."""
     frame = rollouts.with_columns(invalid=_invalid(rollouts, by))
-    frame = frame.with_columns(correct=_correct(frame, by))
-    frame = frame.with_columns(
-        excluded=_true(frame, by.excluded, "exclude_where"),
-        metric=_metric(frame, by),
-        signal=_number(frame, by.signal, "difficulty.of"),
-        spread=_number(frame, by.spread, "zero_variance_of"),
-    )
-    return frame
+    frame = frame.hstack([_correct(frame, by).alias("correct")])
+    scores = {
+        "excluded": _true(frame, by.excluded, "exclude_where"),
+        "metric": _metric(frame, by),
+        "signal": _number(frame, by.signal, "difficulty.of"),
+        "spread": _number(frame, by.spread, "zero_variance_of"),
+    }
+    return frame.hstack(pl.DataFrame(scores))
 
 
 def _invalid(frame: pl.DataFrame, by: Rules) -> pl.Expr:
@@ -185,7 +187,9 @@ def _inputs(frame: pl.DataFrame, expression: Expression) -> pl.DataFrame:
     for name in expression.columns:
         column = FACTS.get(name.lower(), f"field:{name.lower()}")
         known = column in frame.columns
-        columns[name] = frame[column] if known else pl.repeat(None, len(frame), eager=True)
+        columns[name] = frame[column] if known else constant(None, len(frame), pl.Null)
+        if columns[name].dtype == pl.Categorical:  # the uid: to an expression it is text
+            columns[name] = columns[name].cast(pl.String)
     return pl.DataFrame(columns)
 
 
@@ -202,7 +206,7 @@ def _number(frame: pl.DataFrame, expression: Expression, key: str) -> pl.Series:
 
 def _true(frame: pl.DataFrame, expression: Expression | None, key: str) -> pl.Series:
     if expression is None:
-        return pl.repeat(False, len(frame), dtype=pl.Boolean, eager=True)
+        return constant(False, len(frame), pl.Boolean)
     return _truth(frame, expression, key).fill_null(False)
 
 
@@ -210,7 +214,7 @@ def _truth(frame: pl.DataFrame, expression: Expression, key: str) -> pl.Series:
     field = f"truth:{(expression.bare or '').lower()}"
     if field in frame.columns:
         return frame[field] != 0
-    return booleans(_values(frame, expression, key))[0]
+    return _number(frame, expression, key) != 0  # NaN is true, too
 
 
 def _correct(frame: pl.DataFrame, by: Rules) -> pl.Series:
@@ -231,5 +235,5 @@ def _metric(frame: pl.DataFrame, by: Rules) -> pl.Series:
     elif by.recipe.metric == "token_efficiency":
         values = -(frame["reward"] / frame["response_length"].clip(lower_bound=1))
     else:
-        values = frame["response_length"].cast(pl.Float64)
+        return frame["response_length"].cast(pl.Float64)
     return values.fill_nan(None).set(values == 0, 0.0)

@@ -26,15 +26,17 @@ def select(rollouts: pl.DataFrame, groups: pl.DataFrame, recipe: Recipe) -> pl.D
         "group", "invalid", "excluded", "metric", "response_length", "reward", "correct",
         early=_row_reasons(recipe),
     )  # fmt: skip
-    of_group = groups.select("k", whole=_group_reasons(recipe))
-    frame = frame.hstack(of_group.select(pl.all().gather(frame["group"])))
-    frame = frame.with_columns(rank=_ranks(frame))
+    of = frame["group"]
+    frame = frame.hstack(
+        groups.select(pl.col("k").gather(of), whole=_group_reasons(recipe).gather(of))
+    )
+    frame = frame.hstack([_ranks(frame).alias("rank")])
     frame = frame.with_columns(reason=_all_reasons())
     if recipe.min_correct or recipe.min_incorrect:
         frame = _guard(frame, recipe)
     if recipe.no_signal == "drop":
         frame = _drop_without_signal(frame)
-    return rollouts.with_columns(reason=frame["reason"], rank=frame["rank"])
+    return rollouts.hstack(frame[["reason", "rank"]])
 
 
 def _row_reasons(recipe: Recipe) -> pl.Expr:
@@ -71,7 +73,11 @@ def _ranks(frame: pl.DataFrame) -> pl.Series:
     competing = frame["early"].is_null() & frame["metric"].is_not_null()
     all_do = competing.all()
     of = frame if all_do else frame.filter(competing)
-    found = segments.ranks(of["group"], of["metric"], of["response_length"].fill_null(NO_LENGTH))
+    keys = [of["metric"], of["response_length"].fill_null(NO_LENGTH)]
+    # By length alone it is three times as fast, where its places still fit in beside it.
+    most = int(of["response_length"].max() or 0) * len(of)  # type: ignore[arg-type]  # Int64
+    alone = most < 1 << 62 and (of["response_length"] == of["metric"]).all(ignore_nulls=False)
+    found = segments.ranks(of["group"], *keys[bool(alone) :])
     return found if all_do else found.gather((competing.cum_sum() - 1).set(~competing, None))
 
 

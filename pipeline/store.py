@@ -19,25 +19,18 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import msgspec
 import polars as pl
 import pyarrow.parquet as pq
 
-from rollsift.schemas.errors import (
-    RESTORE,
-    BadRecord,
-    CheckError,
-    InputError,
-    RollsiftError,
-    UsageError,
-)
+from rollsift.schemas.errors import RESTORE, CheckError, RollsiftError, UsageError
 from rollsift.schemas.manifest import (
     FORMAT,
     UNDECODABLE,
+    Encoded,
     Manifest,
     Tables,
     as_file,
@@ -46,22 +39,11 @@ from rollsift.schemas.manifest import (
 )
 
 from .files import link, naming, put, sha256_of, sync, write_table
+from .info import RunInfo, must_be_same
 
 TABLES = ("rollouts", "groups", "bad_records")
 OURS = {"run.json", "manifests", ".lock", ".staging", *TABLES}
-_NO_ROWS: dict[str, list[int]] = {
-    "source": [], "row": [], "offsets": [], "group_rows": [], "group_tokens": [],
-}  # fmt: skip
 _NAME = re.compile(r"(\d{6,18})\.v(\d+)\.(json|parquet)")
-
-
-class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """run.json: the recipe, what the readers were told, and the folder the logs lie under."""
-
-    format: int
-    recipe: dict[str, Any]
-    reader: dict[str, dict[str, str]]
-    log_root: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +108,13 @@ class Run:
         newest = self.versions().items()
         for step, version in newest:
             if (step, version) not in self._heads:
-                whole = self.step(step, version)
-                head = msgspec.structs.replace(whole.manifest, **_NO_ROWS)
-                self._heads[step, version] = replace(whole, manifest=head)
+                self._heads[step, version] = self.step(step, version, rows=False)
         return {step: self._heads[step, version] for step, version in newest}
 
-    def step(self, step: int, version: int) -> Step:
-        """One published step."""
+    def step(self, step: int, version: int, rows: bool = True) -> Step:
+        """One published step; without `rows` its manifest has no lists of rows."""
         file = self.table("manifests", step, version)
-        return Step(step, version, *decode(file.read_bytes(), str(file)))
+        return Step(step, version, *decode(file.read_bytes(), str(file), rows))
 
     def table(self, kind: str, step: int, version: int) -> Path:
         """Where a step's table or manifest lies."""
@@ -189,7 +169,7 @@ class Run:
             except OSError:
                 raise RollsiftError(f"{self.path}: another rollsift is writing into it") from None
             if (self.path / "run.json").exists():
-                _same(self.info, info, self.path)
+                must_be_same(self.info, info, self.path)
             writer = Writer(self, info)
             try:
                 with naming(self.path):
@@ -231,41 +211,39 @@ class Writer:
 
     def stage(
         self,
+        step: int,
         version: int,
-        manifest: Manifest,
-        rollouts: Iterable[pl.DataFrame],
-        groups: pl.DataFrame,
-        bad: Sequence[BadRecord],
+        manifest: Encoded,
+        tables: Mapping[str, Iterable[pl.DataFrame]],
         note: Mapping[str, str],
     ) -> None:
-        """Write a step into the staging folder; `note` goes into the groups' footer."""
-        tables: dict[str, Iterable[pl.DataFrame]] = {"rollouts": rollouts, "groups": [groups]}
-        if bad:
-            table = pl.DataFrame([asdict(record) for record in bad], schema=_BAD)
-            tables["bad_records"] = [table]
+        """Write a step into the staging folder, with its manifest as `encode` gives it; `note` goes
+        into the groups' footer."""
         digests = {}
         for kind, parts in tables.items():
-            staged = self._staged(kind, manifest.step, version)
+            staged = self._staged(kind, step, version)
             write_table(staged, parts, note if kind == "groups" else {})
             digests[kind] = sha256_of(staged)
         file = as_file(manifest, Tables(**digests))
-        put(self._staged("manifests", manifest.step, version), file)
+        put(self._staged("manifests", step, version), file)
 
     def _staged(self, kind: str, step: int, version: int) -> Path:
         return self.staging / f"{kind}-{self.run.table(kind, step, version).name}"
 
-    def publish(self, step: int, version: int) -> None:
-        """Give a staged step its names, which must not exist yet, the manifest's last: whole or
-        absent, durable."""
+    def publish(self, steps: Sequence[tuple[int, int]]) -> Iterator[int]:
+        """Give staged steps, in their order, their names, which must not exist yet; -> each step
+        that is published. The manifests' names come last: a step is whole or absent, durable."""
         info = self.run.path / "run.json"
-        if not info.exists():
+        if steps and not info.exists():
             value = msgspec.json.format(msgspec.json.encode(self.info), indent=1) + b"\n"
             put(self.staging / "run.json", value)
-            link(self.staging / "run.json", info)
-        for kind in (*TABLES, "manifests"):
-            staged = self._staged(kind, step, version)
-            if staged.exists():
-                link(staged, self.run.table(kind, step, version))
+            link({self.staging / "run.json": info})
+        for kind in TABLES:
+            names = {self._staged(kind, *step): self.run.table(kind, *step) for step in steps}
+            link({staged: name for staged, name in names.items() if staged.exists()})
+        for step in steps:
+            link({self._staged("manifests", *step): self.run.table("manifests", *step)})
+            yield step[0]
 
 
 class Spool:
@@ -302,51 +280,12 @@ class Spool:
         self.parts, self.held = [], 0
 
 
-_BAD = {
-    "source_file": pl.String,
-    "source_row": pl.Int64,
-    "line": pl.Int64,
-    "field": pl.String,
-    "reason": pl.String,
-}
-
-
 def _numbered(folder: Path, ending: str) -> list[tuple[int, int]]:
     """(step, version) of the files in a folder that have such names; others are not ours."""
     if not folder.is_dir():
         return []
     found = [_NAME.fullmatch(entry.name) for entry in folder.iterdir()]
     return sorted((int(m[1]), int(m[2])) for m in found if m and m[3] == ending)
-
-
-def _same(theirs: RunInfo, ours: RunInfo, path: Path) -> None:
-    parts = [("recipe", theirs.recipe, ours.recipe), ("reader", theirs.reader, ours.reader)]
-    for what, old, new in parts:
-        old, new = _flat(old), _flat(new)
-        for key in dict.fromkeys([*new, *old]):
-            if old.get(key) != new.get(key):
-                raise UsageError(
-                    f"{path}: made with another {what}: {key} is {_shown(old.get(key))} there, "
-                    f"{_shown(new.get(key))} here; use another folder or the same {what}"
-                )
-    if theirs.log_root != ours.log_root:
-        raise InputError(
-            f"{path}: made from the logs in {theirs.log_root}, not {ours.log_root}; "
-            "use another folder for another training run"
-        )
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested keys as `difficulty.of`."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = value if isinstance(value, dict) else {"": value}
-        flat |= {f"{key}.{name}".rstrip("."): item for name, item in inner.items()}
-    return flat
-
-
-def _shown(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def inside(file: str) -> bool:

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import polars as pl
+
+from rollsift.schemas.errors import CheckError
 from rollsift.schemas.reasons import NOT_COUNTED, REASONS
 
 from .batch import Outcome
-from .sql import query
+from .readers.parquet import UNREADABLE, first_line
 from .store import Run
 
-_TOTALS = """
-    SELECT count(*) AS steps, sum(rows) AS rows, sum(groups) AS groups, sum(kept) AS kept,
-        sum(rollouts) AS rollouts, sum(bad_records) AS bad_records,
-        sum(tokens_before) AS tokens_before, sum(tokens_after) AS tokens_after
-    FROM steps"""
-_MEANS = """
-    SELECT count(*) AS n, avg(response_length) AS length, avg(truncated::INT) AS clip,
-        avg(reward) AS reward
-    FROM rollouts
-    WHERE {which}"""
+# What is shown of the rows that count, and of those that were kept.
+_COUNTED, _KEPT = ~pl.col("reason").is_in(NOT_COUNTED).fill_null(False), pl.col("reason").is_null()
+_SHOWN = [
+    expression.alias(f"{at} {which}")
+    for which in ("counted", "kept")
+    for rows in [pl.col(which)]
+    for at, expression in enumerate(
+        (
+            rows.sum(),
+            pl.col("response_length").filter(rows).sum(),
+            pl.col("response_length").filter(rows).mean(),
+            pl.col("truncated").filter(rows).mean(),
+            pl.col("reward").filter(rows).mean(),
+        )
+    )
+]
+
+
+def _all(run: Run, kind: str, *columns: str) -> pl.LazyFrame:
+    """Columns of a kind of table, of all steps."""
+    paths = [run.table(kind, step.step, step.version) for step in run.steps(rows=False).values()]
+    return pl.concat([pl.scan_parquet(path, glob=False).select(columns) for path in paths])
 
 
 def summary(out: Path, outcome: Outcome) -> str:
@@ -32,26 +47,29 @@ def summary(out: Path, outcome: Outcome) -> str:
         for reason in REASONS
         if (count := sum(m.counts.dropped.get(reason, 0) for m in manifests))
     }
-    totals = query(run, _TOTALS).fetchone()
-    assert totals is not None  # an aggregate gives a row
-    steps, rows, groups, kept, rollouts, bad, tokens, kept_tokens = (int(x or 0) for x in totals)
-    uncounted = ", ".join(f"'{reason}'" for reason in NOT_COUNTED)
-    counted = f"coalesce(reason, '') NOT IN ({uncounted})"
-    before = query(run, _MEANS.format(which=counted)).fetchone()
-    after = query(run, _MEANS.format(which="kept")).fetchone()
-    assert before is not None
-    assert after is not None
+    size = pl.col("group_size")
+    sizes = _all(run, "groups", "group_size").select(size.sum(), groups=(size > 0).sum())
+    rows = _all(run, "rollouts", "reason", "response_length", "truncated", "reward")
+    counted = rows.with_columns(counted=_COUNTED, kept=_KEPT).select(_SHOWN)
+    try:
+        sized, shown = (values.collect(engine="streaming").row(0) for values in (sizes, counted))
+    except UNREADABLE as error:
+        raise CheckError(
+            f"{out}: {first_line(error)}; `rollsift verify {out}` tells more"
+        ) from None
+    forms = {
+        "rows that count": ",.0f", f"{unit} in responses": ",.0f", f"mean length ({unit})": ".1f",
+        "clip ratio": ".3f", "mean reward": ".3f",
+    }  # fmt: skip
     lines = [
         f"{'':22}{'before':>14}{'after':>14}{'change':>10}",
-        _line("rows that count", float(before[0]), float(after[0])),
-        _line(f"{unit} in responses", float(tokens), float(kept_tokens)),
-        _line(f"mean length ({unit})", before[1], after[1], ".1f"),
-        _line("clip ratio", before[2], after[2], ".3f"),
-        _line("mean reward", before[3], after[3], ".3f"),
+        *map(_line, forms, shown[:5], shown[5:], forms.values()),
     ]
+    counts = [manifest.counts for manifest in manifests]
     head = (
-        f"{run.info.recipe['name']}: kept {kept:,} of {rows:,} rows "
-        f"({rollouts:,} rollouts in {groups:,} groups of {steps:,} steps)"
+        f"{run.info.recipe['name']}: kept {sum(c.kept for c in counts):,} of "
+        f"{sum(c.rows for c in counts):,} rows ({sized[0]:,} rollouts in {sized[1]:,} groups of "
+        f"{len(counts):,} steps)"
     )
     why = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
     return "\n".join(
@@ -61,13 +79,13 @@ def summary(out: Path, outcome: Outcome) -> str:
             *lines,
             "",
             f"dropped   {why}",
-            f"bad       {bad:,} records",
+            f"bad       {sum(c.bad_records for c in counts):,} records",
             _written(out, outcome),
         ]
     )
 
 
-def _line(name: str, before: float | None, after: float | None, form: str = ",.0f") -> str:
+def _line(name: str, before: float | None, after: float | None, form: str) -> str:
     shown = ["-" if value is None else format(value, form) for value in (before, after)]
     change = f"{(after - before) / before:+.1%}" if before and after is not None else ""
     return f"{name:22}{shown[0]:>14}{shown[1]:>14}{change:>10}".rstrip()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
+import numpy as np
 import polars as pl
+import pyarrow as pa
 
-from rollsift.schemas.columns import ROLLOUTS
+from rollsift.schemas.columns import BAD_RECORDS, ROLLOUTS
 from rollsift.schemas.errors import RollsiftError
 from rollsift.schemas.manifest import FORMAT, Counts, Manifest, Thresholds
 from rollsift.schemas.manifest import Source as Pinned
@@ -16,37 +20,50 @@ from rollsift.schemas.recipe import Recipe, plain
 from . import difficulty, segments
 from .judge import Judged
 from .load import Loaded
+from .readers import constant
 from .sources import Source
 from .texts import joined
 
-# The integer `group` stands for the columns that the groups table holds.
-STORED = ["group", *(column.name for column in ROLLOUTS if column.home == "rollouts")]
+# The integer `group` stands for the columns that the groups table holds; what is the same in all of
+# a step stands in its manifest, or in `note`.
+STORED = ["group", *(c.name for c in ROLLOUTS if c.home == "rollouts")]
 GROUPS = [
     "step", "group", "group_id", "group_source", "group_size", "kept_count", "mean_reward",
     "difficulty", "bucket", "k",
 ]  # fmt: skip
 
 
-def rollouts_table(source: Source, loaded: Loaded, judged: Judged) -> Iterator[pl.DataFrame]:
-    """The stored rows, in parts that become row groups."""
-    length = loaded.length_source
-    facts = judged.rows.with_columns(
-        source_file=pl.lit(source.file, pl.Enum([source.file])),
-        length_source=pl.lit(length, pl.Enum([length] if length else [])),
-    ).select(STORED)
-    if loaded.texts is None or not len(facts):
-        yield facts
-    else:
-        yield from joined(loaded.texts, facts)
+_BAD = {c.name: pl.Int64 if c.type == pa.int64() else pl.String for c in BAD_RECORDS}
 
 
-def groups_table(source: Source, loaded: Loaded, judged: Judged) -> pl.DataFrame:
-    """The stored groups, by their number."""
-    return judged.groups.with_columns(
-        step=pl.lit(source.step, pl.Int64),
-        group_id=loaded.ids,
-        group_source=pl.lit(loaded.group_source),
-    ).select(GROUPS)
+def tables_of(source: Source, loaded: Loaded, judged: Judged) -> dict[str, Iterable[pl.DataFrame]]:
+    """The step's tables, in parts that become row groups."""
+    tables = {"rollouts": _rollouts(loaded, judged), "groups": [_groups(source, loaded, judged)]}
+    if loaded.bad:
+        tables["bad_records"] = [pl.DataFrame(list(map(asdict, loaded.bad)), schema=_BAD)]
+    return tables
+
+
+def _rollouts(loaded: Loaded, judged: Judged) -> Iterable[pl.DataFrame]:
+    """The metric is null where it is the length, as it is for most recipes, and NaN where there is
+    none."""
+    metric, length = pl.col("metric"), pl.col("response_length").cast(pl.Float64)
+    other = pl.when(metric.ne_missing(length)).then(metric.fill_null(math.nan)).alias("metric")
+    facts = judged.rows.select(other if name == "metric" else name for name in STORED)
+    return joined(loaded.texts, facts) if loaded.texts and len(facts) else [facts]
+
+
+def note(loaded: Loaded) -> dict[str, str]:
+    """What is noted beside the stored groups."""
+    return {"fingerprint": loaded.fingerprint, "length_source": loaded.length_source or ""}
+
+
+def _groups(source: Source, loaded: Loaded, judged: Judged) -> pl.DataFrame:
+    count = len(loaded.ids)
+    step = constant(source.step, count, pl.Int64)
+    by = constant(loaded.group_source, count, pl.String)
+    named = pl.DataFrame({"step": step, "group_id": loaded.ids, "group_source": by})
+    return judged.groups.hstack(named)[GROUPS]
 
 
 def manifest_of(
@@ -58,17 +75,19 @@ def manifest_of(
     previous: str | None,
 ) -> Manifest:
     """The manifest of a judged step: its kept rows, groups in order of their first row."""
-    rows = judged.rows.select("group", "source_row", "response_length", "reason", "kept")
-    kept = rows.filter("kept")
-    order = segments.by_group(kept["group"])
-    kept = kept if order is None else kept[order]
-    counted = rows.filter(~pl.col("reason").is_in(NOT_COUNTED).fill_null(False))
-    whole = counted.group_by("group").agg(rows=pl.len(), tokens=pl.col("response_length").sum())
-    groups = (
-        kept.group_by("group", maintain_order=True)
-        .agg(kept=pl.len())
-        .join(whole, on="group", how="left", maintain_order="left")
-    )
+    why = judged.rows["reason"].to_physical().fill_null(len(REASONS)).to_numpy()
+    kept, counted = why == len(REASONS), why >= len(NOT_COUNTED)
+    group = judged.rows["group"].fill_null(0).cast(pl.Int64).to_numpy()  # padding does not count
+    length = judged.rows["response_length"].fill_null(0).to_numpy()
+    row, of = judged.rows["source_row"].to_numpy()[kept], group[kept]
+    if (order := segments.by_group(pl.Series(of))) is not None:
+        row = row[order]
+    sizes = np.bincount(of, minlength=len(judged.groups))
+    there = sizes > 0
+    whole = slice(None) if counted.all() else counted  # the first copies nothing
+    rows = np.bincount(group[whole], minlength=len(sizes))
+    tokens = np.zeros(len(sizes), np.int64)
+    np.add.at(tokens, group[whole], length[whole])
     return Manifest(
         format=FORMAT,
         step=source.step,
@@ -79,12 +98,12 @@ def manifest_of(
         reward_field=loaded.carried.reward,
         field_types=loaded.carried.kinds,
         thresholds=Thresholds(_text(edges.q25), _text(edges.q50), _text(edges.q75), edges.seen),
-        counts=_counts(source, loaded, judged),
-        source=[0] * len(kept),
-        row=kept["source_row"].to_list(),
-        offsets=[0, *groups["kept"].cum_sum().to_list()],
-        group_rows=groups["rows"].to_list(),
-        group_tokens=groups["tokens"].to_list(),
+        counts=_counts(source, loaded, np.bincount(why, minlength=len(REASONS) + 1).tolist()),
+        source=[0] * len(row),
+        row=row.tolist(),
+        offsets=[0, *np.cumsum(sizes[there]).tolist()],
+        group_rows=rows[there].tolist(),
+        group_tokens=tokens[there].tolist(),
     )
 
 
@@ -92,11 +111,10 @@ def _text(value: float | None) -> str | None:
     return None if value is None else repr(value)
 
 
-def _counts(source: Source, loaded: Loaded, judged: Judged) -> Counts:
-    found = dict(judged.rows["reason"].drop_nulls().value_counts().iter_rows())
-    dropped = {reason: found[reason] for reason in REASONS if reason in found}
-    kept = int(judged.rows["kept"].sum())
-    rows = kept + sum(dropped.values()) + len(loaded.bad)
+def _counts(source: Source, loaded: Loaded, found: Sequence[int]) -> Counts:
+    """Rows by their reason, and at last the kept ones."""
+    dropped = {reason: n for reason, n in zip(REASONS, found, strict=False) if n}
+    rows, kept = sum(found) + len(loaded.bad), found[-1]
     if rows != loaded.records:
         parts = f"kept {kept}, dropped {dropped}, bad {len(loaded.bad)}"
         raise RollsiftError(

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 
 import polars as pl
 
-from .facts import as_text
 from .fields import Fields
+from .readers import constant
 from .store import Spool
+from .values import as_text
 
 # Columns of the contract that hold text.
 TEXTS = ("uid", "prompt", "response", "ground_truth", "data_source")
@@ -38,7 +39,7 @@ def text_part(
         if logged in rows.columns:
             columns[name] = _plain(rows[logged], kinds.get(str(logged), "string"))
         else:
-            columns[name] = pl.repeat(None, len(rows), dtype=pl.String, eager=True)
+            columns[name] = constant(None, len(rows), pl.String)
     extras = fields.extras if copy else fields.results
     columns |= {stored_name(field): rows[field] for field in extras if field in rows.columns}
     return pl.DataFrame(columns)

@@ -25,12 +25,13 @@ from rollsift.schemas.recipe import resolve
 from .aids import NOTHING, OPTIONS, Aids
 from .carried import Carried
 from .files import sha256_of
+from .info import RunInfo
 from .load import digest_of
 from .readers.parquet import UNREADABLE
 from .rejudge import rejudge, told
 from .score import Rules, rules
 from .sources import Logs, Source, listed, source_at
-from .store import TABLES, Run, RunInfo, Step, inside
+from .store import TABLES, Run, Step, inside
 
 MOVED = "bring it back, or say with --logs where it is"
 CHANGED = "bring back what it was, or filter again: it gets a new version"

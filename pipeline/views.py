@@ -8,7 +8,7 @@ query can see: its columns by name, or all of them where it says `*`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,7 +90,8 @@ class Views:
         return makers[name]() if self.steps else _no_rows(VIEWS[name])
 
     def _wants(self, name: str) -> bool:
-        return self.seen.columns is None or name.lower() in self.seen.columns
+        # `kept` and `discarded` are made by that column.
+        return self.seen.columns is None or name.lower() in self.seen.columns | {"kept"}
 
     def tables(self) -> list[Path]:
         """All tables of the run's newest steps."""
@@ -129,33 +130,46 @@ class Views:
 
     def _part(self, steps: Sequence[Step], texts: Mapping[str, str], join: str) -> str:
         """SELECT of the rollouts of some steps; `texts` maps shown text columns to expressions."""
-        shown = []
-        from_groups = False
+        shown, read = [], set()
         for column in ROLLOUTS:
             if not self._wants(column.name):
                 continue
-            if column.home == "rollouts":
-                shown.append(f"r.{column.name}")
-            elif column.home == "groups":
-                shown.append(f"g.{column.name}")
-                from_groups = True
+            if column.name == "metric":  # see tables.rollouts_table
+                shown.append("nullif(coalesce(r.metric, r.response_length), 'NaN') AS metric")
+            elif column.home in ("rollouts", "groups", "steps"):
+                shown.append(f"{column.home[0]}.{column.name}")
+                read.add(column.home)
             else:
                 shown.append(f"{texts.get(column.name, 'NULL::VARCHAR')} AS {column.name}")
         others = {name: text for name, text in texts.items() if name not in TEXTS}
         shown += [f"{text} AS {_quote(name)}" for name, text in others.items()]
-        if "kept" not in {name.removeprefix("r.") for name in shown}:
-            shown.append("r.kept")
         shown += [
             f"r.{column} AS {_quote(logged)}"
             for logged, column in self.fields.aliases.items()
             if column not in TEXTS and self._wants(logged)
         ]
         union = any(text.startswith("r.") for text in texts.values())
-        source = f"{self._tables('rollouts', steps, union=union)} r {join}"
-        if from_groups:
+        source = f"{self._tables('rollouts', steps, union=union)} r"
+        if "steps" in read or join:
+            source += f" LEFT JOIN {self._of_steps(steps)} ON r.step = s.step"
+        if "groups" in read:
             same = 'r.step = g.step AND r."group" = g."group"'
             source += f" LEFT JOIN {self._tables('groups', steps)} g ON {same}"
-        return f"SELECT {', '.join(shown)} FROM {source}"
+        return f"SELECT {', '.join(shown)} FROM {source} {join}"
+
+    def _of_steps(self, steps: Sequence[Step]) -> str:
+        """What is the same in all rows of a step, and is not stored in each."""
+        files = {self.run.table("groups", s.step, s.version).as_posix(): s for s in steps}
+        lengths: dict[str, str] = {}
+        if self._wants("length_source"):
+            query = f"""SELECT file_name, decode(value)
+                FROM parquet_kv_metadata({_files(map(Path, files))}) WHERE key = 'length_source'"""
+            lengths = dict(self.connection.execute(query).fetchall())
+        rows = (
+            f"({s.step}, {_literal(s.manifest.sources[0].file)}, {_literal(lengths.get(file, ''))})"
+            for file, s in files.items()
+        )
+        return f"(VALUES {', '.join(rows)}) s(step, source_file, length_source)"
 
     def _stored(self) -> dict[int, frozenset[str]]:
         """Step -> the columns of its rollouts table: with the text, where that was copied."""
@@ -209,15 +223,15 @@ class Views:
         for shown, field in absent.items():
             if field not in logged:
                 continue
-            texts[shown] = f"s.{_quote(field)}"
+            texts[shown] = f"l.{_quote(field)}"
             if field not in self.fields.extras:
                 nested = logged[field].startswith(("STRUCT", "MAP")) or logged[field].endswith("]")
                 texts[shown] = (
                     f"to_json({texts[shown]})" if nested else texts[shown]
                 ) + "::VARCHAR"
         source, file, row = _numbered(paths, logged)
-        where = f"s.{file} = {_literal(f'{self.root.as_posix()}/')} || r.source_file"
-        return texts, f"LEFT JOIN {source} s ON {where} AND s.{row} = r.source_row"
+        where = f"l.{file} = {_literal(f'{self.root.as_posix()}/')} || s.source_file"
+        return texts, f"LEFT JOIN {source} l ON {where} AND l.{row} = r.source_row"
 
     def _steps(self) -> str:
         values = ", ".join(
@@ -266,7 +280,7 @@ def _read(paths: Sequence[Path], options: str = "") -> str:
     return f"read_parquet({_files(paths)}, {options})"
 
 
-def _files(paths: Sequence[Path]) -> str:
+def _files(paths: Iterable[Path]) -> str:
     """A list of files; characters that would make patterns of their names stand for themselves."""
     names = (re.sub(r"[*?[]", r"[\g<0>]", path.as_posix()) for path in paths)
     return f"[{', '.join(map(_literal, names))}]"

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import pyarrow as pa
 
-Home = Literal["rollouts", "groups", "text"]
+Home = Literal["rollouts", "groups", "text", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,8 @@ class Column:
     """A column of a view.
 
     `home` says where it is stored: the step's `rollouts` or `groups` table; `text`, which is in the
-    rollouts table too unless the source is Parquet, where it stays in the source.
+    rollouts table too unless the source is Parquet, where it stays in the source; `steps`,
+    which is the same in all rows of a step and stands beside them once.
     """
 
     name: str
@@ -30,7 +31,7 @@ _i64, _i32, _f64, _text, _bool = pa.int64(), pa.int32(), pa.float64(), pa.string
 _word = pa.dictionary(pa.int32(), pa.string())
 
 ROLLOUTS: Final = (
-    Column("source_file", _word, "log file, relative to the log root", null=False),
+    Column("source_file", _word, "log file, relative to the log root", null=False, home="steps"),
     Column("source_row", _i64, "record in that file, counted from 0", "record", null=False),
     Column("step", _i64, "trainer step that sampled it", null=False),
     Column("group_id", _text, "the prompt group within the step; null for padding", home="groups"),
@@ -43,7 +44,13 @@ ROLLOUTS: Final = (
     Column("reward", _f64, "the logged reward; null where missing or not finite"),
     Column("correct", _bool, "the recipe's `correct`; null where it cannot be said"),
     Column("response_length", _i64, "length of the response", "length_source"),
-    Column("length_source", _word, "tokens, logged, tokenizer, chars or bytes", null=False),
+    Column(
+        "length_source",
+        _word,
+        "tokens, logged, tokenizer, chars or bytes",
+        null=False,
+        home="steps",
+    ),
     Column("truncated", _bool, "the response was cut at the length limit; null where not logged"),
     Column("finish_reason", _text, "why generation ended, as logged"),
     Column("policy_version", _i64, "the oldest weights that wrote it", "trainer step"),

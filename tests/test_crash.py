@@ -233,7 +233,7 @@ def test_a_disk_that_is_full_for_names(
         with pytest.raises(RollsiftError) as error:
             sift(logs, out)
     spent(out, logs, before, expected, f"rollsift: {error.value}")
-    assert ("published up to step 3" in str(error.value)) == (names >= 3)
+    assert ("published up to step 3" in str(error.value)) == (names >= 5)
 
 
 def test_a_disk_that_is_read_only(tmp_path: Path, logs: Path, more: Any, mounting: Any) -> None:

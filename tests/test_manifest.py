@@ -10,6 +10,7 @@ import pytest
 from rollsift.schemas.errors import CheckError
 from rollsift.schemas.manifest import (
     FORMAT,
+    ROWS,
     Counts,
     Manifest,
     Source,
@@ -67,7 +68,11 @@ def test_the_golden_manifest_of_format_1_stays_readable(digests: dict[str, str])
     assert (manifest, tables) == (MANIFEST, Tables(**digests))
     assert id_ == hashlib.sha256(GOLDEN.encode()).hexdigest()
     assert encode(MANIFEST) == (id_, GOLDEN.encode())
-    assert as_file(MANIFEST, Tables(**digests)) == published(GOLDEN, digests)
+    assert as_file(encode(MANIFEST), Tables(**digests)) == published(GOLDEN, digests)
+    head = decode(published(GOLDEN, digests), "7.json", rows=False)
+    assert (head[0], head[2]) == (id_, tables)
+    names = [name for name in MANIFEST.__struct_fields__ if name not in ROWS]
+    assert all(getattr(head[1], name) == getattr(MANIFEST, name) for name in names)
 
 
 def test_any_flipped_bit_is_caught() -> None:

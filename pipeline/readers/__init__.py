@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import polars as pl
 
@@ -28,3 +29,8 @@ class Chunk:
 
 
 Chunks = Iterator[Chunk]
+
+
+def constant(value: Any, count: int, dtype: Any) -> pl.Series:
+    """One value in every row, made without Polars' engine, which for few rows takes long."""
+    return pl.Series([value], dtype=dtype).new_from_index(0, count)

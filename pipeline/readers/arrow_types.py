@@ -56,9 +56,9 @@ def validate(name: str, array: Any) -> None:
         raise ValueError(f"column {name}: {error}") from None
 
 
-def series(name: str, array: Any) -> pl.Series:
-    """A column for Polars, dictionaries expanded."""
-    if pa.types.is_dictionary(array.type):
+def series(name: str, array: Any, expanded: bool = True) -> pl.Series:
+    """A column for Polars, dictionaries expanded or as Categorical."""
+    if pa.types.is_dictionary(array.type) and expanded:
         values = pl.Series(name, pl.from_arrow(array.dictionary))
         return values.gather(pl.Series(pl.from_arrow(array.indices)))
     return pl.Series(name, pl.from_arrow(array))
@@ -74,8 +74,10 @@ def check_text(name: str, array: Any) -> int:
 
 def _expanded(array: Any) -> int:
     if pa.types.is_dictionary(array.type):
-        lengths = pc.binary_length(array.dictionary).take(array.indices)
-        return pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
+        lengths = pc.binary_length(array.dictionary)
+        if (most := (pc.max(lengths).as_py() or 0) * len(array)) <= MAX_BATCH >> 3:
+            return most
+        return pc.sum(pc.cast(lengths.take(array.indices), pa.int64())).as_py() or 0
     if not pa.types.is_nested(array.type):
         return 0
     inner = array.flatten() if pa.types.is_struct(array.type) else [array.values]

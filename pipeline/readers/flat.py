@@ -19,6 +19,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from . import constant
 from .records import DTYPES, EXACT, joint, whole_kind
 
 BLOCK = 1 << 18  # bytes looked at together: they stay in the cache
@@ -59,10 +60,7 @@ def read(
         pieces.validate(full=True)  # UTF-8, too
         every = pl.Series(pl.from_arrow(pieces))
         count = len(bounds)
-        columns = {
-            name: pl.repeat(None, count, dtype=DTYPES[kind], eager=True)
-            for name, kind in known.items()
-        }
+        columns = {name: constant(None, count, DTYPES[kind]) for name, kind in known.items()}
         kinds = dict(known)
         for index, (name, is_text) in enumerate(fields.items()):
             values = every.gather_every(2 * len(fields), 2 * index + 1).alias(name)

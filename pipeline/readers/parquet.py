@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 
 from rollsift.schemas.errors import BadRecord
 
-from . import Chunk, Chunks, footer
+from . import Chunk, Chunks, constant, footer
 from .arrow_types import check_text, in_known_types, kind_of, series, validate, why_no_time
 from .jsonl import NUL_IN_NAME
 
-LIGHT_ROWS, HEAVY_ROWS = 1 << 17, 1 << 13  # rows a batch without and with lists or long text
+LIGHT_ROWS, HEAVY_ROWS = 1 << 19, 1 << 13  # rows a batch without and with lists or long text
 FIRST_ROWS = 1 << 10  # rows looked at together for a first value
 # What pyarrow and Polars raise for broken bytes and for types that they do not know.
 UNREADABLE = (
@@ -42,10 +42,13 @@ def matches(path: Path) -> bool:
 def first(path: Path, column: str) -> Any:
     """The column's first value that is not null, None where there is none."""
     try:
-        with pq.ParquetFile(path, read_dictionary=[column]) as file:
-            for batch in file.iter_batches(FIRST_ROWS, columns=[column]):
-                if len(known := batch.column(0).drop_null()):
-                    return known[0].as_py()
+        for rows, texts in ((1, []), (FIRST_ROWS, [column])):  # most often it is the first row's
+            with pq.ParquetFile(path, read_dictionary=texts) as file:
+                for batch in file.iter_batches(rows, columns=[column], use_threads=False):
+                    if len(known := batch.column(0).drop_null()):
+                        return known[0].as_py()
+                    if rows == 1:
+                        break
     except (*UNREADABLE, LookupError):  # the last where there is no such column
         pass
     return None
@@ -82,7 +85,7 @@ class Reader:
                 self.records = file.metadata.num_rows
                 self.digest = footer.digest(self.path, file.metadata, columns)
         except UNREADABLE as error:
-            reason = f"cannot be read as Parquet: {_first_line(error)}"
+            reason = f"cannot be read as Parquet: {first_line(error)}"
             yield Chunk(*_nothing(), {}, [BadRecord(self.file, None, None, None, reason)])
 
     def _fields(
@@ -119,7 +122,7 @@ class Reader:
         footer.check_lists(file.metadata, heavy, size)
         texts = [name for name in columns if kinds[name] == "string"]
         most = HEAVY_ROWS if heavy or len(texts) > 1 else LIGHT_ROWS
-        with pq.ParquetFile(self.path, memory_map=False, read_dictionary=texts) as reader:
+        with pq.ParquetFile(self.path, metadata=file.metadata, read_dictionary=texts) as reader:
             start = 0
             # An empty file still tells its fields.
             yield Chunk(*_nothing(), kinds)
@@ -130,7 +133,7 @@ class Reader:
                 places = pl.DataFrame(
                     {
                         "source_row": pl.int_range(start, start + len(batch), eager=True),
-                        "line": pl.repeat(None, len(batch), dtype=pl.Int64, eager=True),
+                        "line": constant(None, len(batch), pl.Int64),
                     }
                 )
                 start += len(batch)
@@ -139,7 +142,8 @@ class Reader:
                 if bad:
                     good = ~places["source_row"].is_in(list(bad))
                     batch, places = batch.filter(good.to_arrow()), places.filter(good)
-                rows = pl.DataFrame([series(name, batch.column(name)) for name in columns])
+                # Where a uid stands in many rows it is hashed once.
+                rows = pl.DataFrame([series(n, batch.column(n), n != "uid") for n in columns])
                 yield Chunk(places, rows, kinds, list(bad.values()))
             if start != file.metadata.num_rows:
                 raise ValueError(f"its footer says {file.metadata.num_rows} rows, it holds {start}")
@@ -188,7 +192,8 @@ def _nothing() -> tuple[pl.DataFrame, pl.DataFrame]:
     return pl.DataFrame(schema={"source_row": pl.Int64, "line": pl.Int64}), pl.DataFrame()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -215,5 +220,5 @@ def damage(path: Path, names: Collection[str] | None = None) -> str:
                 for name, array in zip(columns, batch.columns, strict=True):
                     validate(name, array)
     except UNREADABLE as error:
-        return f"cannot be read as Parquet: {_first_line(error)}"
+        return f"cannot be read as Parquet: {first_line(error)}"
     return ""
