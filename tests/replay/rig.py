@@ -155,13 +155,13 @@ def shortest(rows: Sequence[Row], k: int = 2) -> list[Row]:
     return [r for r in rows if (r.step, r.uid, r.session) in kept]
 
 
-def make_model(folder: Path, seed: int = 0) -> Path:
+def make_model(folder: Path, seed: int = 0, vocabulary: int = VOCABULARY) -> Path:
     """Save a Qwen2 of some thousand random weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
         tie_word_embeddings=True,
     )  # fmt: skip
