@@ -35,7 +35,10 @@ def run(command: str, folder: Path) -> str:
     if command == "make run":
         dry = ["make", "-n", "-o", ".venv/.run", "run"]
         command = subprocess.check_output(dry, cwd=folder, text=True).replace(".venv/bin/", "")
-    environment = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}"}
+    # A process group of other tests in this process is not the command's.
+    group = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in group}
+    environment = {**kept, "PATH": f"{bin_}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
     )

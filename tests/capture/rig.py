@@ -85,10 +85,11 @@ class Queue:
         """Add fields and tags to rows; -> what names them."""
         from transfer_queue import KVBatchMeta
 
+        rows = _by_row(fields, len(keys))
         for at, key in enumerate(keys):
             row = self.fields.setdefault(partition_id, {}).setdefault(key, {})
             tag = self.tags.setdefault(partition_id, {}).setdefault(key, {})
-            row.update(_one(fields, at) if fields is not None else {})
+            row.update(rows[at])
             tag.update(tags[at] if tags is not None else {})
         return KVBatchMeta(
             keys=list(keys),
@@ -124,18 +125,20 @@ class Queue:
             self.tags.get(partition_id, {}).pop(key, None)
 
 
-def _one(fields: Any, at: int) -> dict[str, Any]:
+def _by_row(fields: Any, count: int) -> list[dict[str, Any]]:
     from tensordict import NonTensorStack
 
-    found = {}
-    for name in list(fields.keys()):
+    found: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name in list(fields.keys()) if fields is not None else ():
         value = fields.get(name)
         if isinstance(value, torch.Tensor):
-            found[name] = (value.unbind()[at] if value.is_nested else value[at]).clone()
+            values = [part.clone() for part in value.unbind()]
         elif isinstance(value, NonTensorStack):
-            found[name] = value[at].data
+            values = [value[at].data for at in range(count)]
         else:
-            found[name] = value.data
+            values = [value.data] * count
+        for row, held in zip(found, values, strict=True):
+            row[name] = held
     return found
 
 
