@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 
 from .plan import Ints, Update
 
 Advantages = Literal["verl", "paper", "logged", "none"]
-CHOICES: Final = ("verl", "paper", "logged", "none")
 EPSILON = 1e-6
 
 

@@ -210,7 +210,7 @@ def _mini(
     heat: np.ndarray[Any, np.dtype[np.float32]],
 ) -> Mini:
     rows, pads = share.rows, share.pads
-    held = {name: tensors.take(found, rows, pads, 0) for name, found in lists.items()}
+    held = {name: tensors.take(found, rows, pads) for name, found in lists.items()}
     prompts, responses, mask = (held.pop(name) for name in NAMES)
     whole = tensors.joined(prompts, responses)
     divided_by = mask.values.copy()

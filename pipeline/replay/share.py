@@ -6,7 +6,7 @@ What a rank gets is a pure function of the update's lengths and few integers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from .plan import Update
 
 Odd = Literal["pad", "error", "trim"]
 Normalizer = Literal["kept", "all"]
-ODD: Final = ("pad", "error", "trim")
-NORMALIZERS: Final = ("kept", "all")
 
 
 @dataclass(frozen=True, slots=True)

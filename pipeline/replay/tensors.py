@@ -9,15 +9,14 @@ import torch
 
 from .tokens import Lists
 
-PAD = 0  # the token of padding rows: any that is in every vocabulary, for no loss is taken on it
 
-
-def take(lists: Lists, rows: np.ndarray, pads: int, pad: float) -> Lists:
-    """Some rows, and `pads` rows of one value behind them."""
+def take(lists: Lists, rows: np.ndarray, pads: int) -> Lists:
+    """Some rows, and `pads` rows of one 0 behind them: as a token it is in every vocabulary, and no
+    loss is taken on it."""
     lengths = np.concatenate([lists.lengths[rows], np.ones(pads, np.int64)])
     held = lists.rows
     parts = [held[row] for row in rows.tolist()]
-    values = np.concatenate([*parts, np.full(pads, pad, lists.values.dtype)])
+    values = np.concatenate([*parts, np.zeros(pads, lists.values.dtype)])
     return Lists(values, np.concatenate([[0], np.cumsum(lengths)]))
 
 

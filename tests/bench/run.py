@@ -169,6 +169,8 @@ def main() -> None:
         memory(folder)
         sql(folder)
         replay.bench(folder)
+    # In a process of its own, for it wraps verl's classes.
+    subprocess.run([sys.executable, Path(__file__).with_name("capture.py")], check=True)
 
 
 if __name__ == "__main__":

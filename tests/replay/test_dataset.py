@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import runpy
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -205,8 +207,8 @@ def test_taken_rows_may_stand_in_any_order() -> None:
     rows = [[draw.randrange(9) for _ in range(draw.randrange(4))] for _ in range(20)]
     lists = as_lists(rows)
     order = draw.sample(range(20), 12)
-    found = tensors.take(lists, torch.tensor(order).numpy(), 2, 8)
-    assert as_rows(found) == [*(rows[at] for at in order), [8], [8]]
+    found = tensors.take(lists, torch.tensor(order).numpy(), 2)
+    assert as_rows(found) == [*(rows[at] for at in order), [0], [0]]
     twice = tensors.joined(lists, as_lists(rows[::-1]))
     assert as_rows(twice) == [a + b for a, b in zip(rows, rows[::-1], strict=True)]
     assert as_rows(tensors.positions(lists)) == [list(range(len(row))) for row in rows]
@@ -500,3 +502,22 @@ def test_a_temperature_that_cannot_be_is_told(tmp_path: Path, heat: float | None
     found = data(tmp_path, logs)
     with pytest.raises(InputError, match="temperature"):
         found[0]
+
+
+def test_the_readme_s_loop_of_your_own_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the README shows for a trainer of one's own goes over all updates of a run."""
+    readme = Path(__file__).parents[2] / "pipeline" / "replay" / "README.md"
+    [code] = re.findall(r"(?ms)^```python\n(.*?)^```$", readme.read_text())
+    (tmp_path / "own.py").write_text(code)
+    rows = rig.make_rows()
+    rig.run(tmp_path / "run", rig.write(tmp_path / "logs", rows))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("own.py")
+    kept = rig.shortest(rows)
+    for step, line in enumerate(capsys.readouterr().out.splitlines(), 1):
+        here = rig.of_step(kept, step)
+        width = max(len(r.prompt) for r in here) + max(len(r.response) for r in here)
+        assert line == f"{step} torch.Size([{len(here)}, {width}]) torch.float32"
+    assert step == 3
