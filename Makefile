@@ -30,9 +30,10 @@ check: $(VENV)/.check
 	$(BIN)/mypy
 
 # make test PYTEST_ARGS="tests/test_imports.py -x". Tests that call make themselves see the same
-# environment as when a person starts pytest.
+# environment as when a person starts pytest. A file's tests share what is slow to set up, so files
+# are what is spread over the cores; four hold what memory a process with verl takes.
 test: $(VENV)/.test
-	env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest --cov=rollsift --cov-report=term:skip-covered $(PYTEST_ARGS)
+	env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --cov=rollsift --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 bench: $(VENV)/.test
 	$(BIN)/python tests/bench/run.py
@@ -41,10 +42,9 @@ bench: $(VENV)/.test
 fuzz: $(VENV)/.test
 	$(BIN)/python tests/fuzz/fuzz_readers.py --minutes $(or $(MINUTES),10)
 
-# A tour: what is recognised in verl's own dump, and what other settings would keep.
-demo: $(VENV)/.run
-	$(BIN)/rollsift stats data/verl_v0
-	$(BIN)/rollsift sweep data/tokens -r gfpo-shortest --grid k=2,4,8 --grid metric=response_length,token_efficiency
+# The loop once for real: a small policy samples, capture, filter and replay, and it samples again.
+demo: $(VENV)/.test
+	$(BIN)/python data/loop.py -o $(DEMO)-loop
 
 clean:
 	rm -rf $(VENV) runs dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
