@@ -285,14 +285,18 @@ def sample(
 
 
 def roll_out(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, step: int
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    step: int,
+    count: int = PROMPTS,
+    samples: int = SAMPLES,
 ) -> list[Rollout]:
     """All rollouts of one step in group order: new prompts of every difficulty, G answers each."""
     rng = random.Random(f"{SEED} step {step}")
-    digits = [MIN_DIGITS + i % (MAX_DIGITS - MIN_DIGITS + 1) for i in range(PROMPTS)]
-    problems = [draw_problem(rng, count) for count in rng.sample(digits, PROMPTS)]
+    digits = [MIN_DIGITS + i % (MAX_DIGITS - MIN_DIGITS + 1) for i in range(count)]
+    problems = [draw_problem(rng, long) for long in rng.sample(digits, count)]
     uids = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in problems]
-    plan = [(g, session) for g in range(PROMPTS) for session in range(SAMPLES)]
+    plan = [(g, session) for g in range(count) for session in range(samples)]
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     answers = sample(model, [prompts[g] for g, _ in plan], pad, eos, SEED + step)

@@ -83,7 +83,7 @@ def captured(out: Path, arm: str, step: int) -> list[dict[str, Any]]:
 def figures(out: Path, arm: str) -> list[dict[str, Any]]:
     """What the program wrote down of an arm's rounds."""
     lines = [json.loads(line) for line in (out / "loop.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["arm"] == arm.upper()]
+    return [line for line in lines if line["arm"].lower() == arm]
 
 
 @pytest.mark.parametrize("arm", ["grpo", "gfpo"])
@@ -101,8 +101,12 @@ def test_a_round_is_sampled_by_the_weights_that_the_round_before_published(
         assert {row["policy_version"] for row in rows} == {step - 1}
         for row in rows:  # by the actor that verl asked, from whole sequences
             assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-4)
-    with_start = [row["response_ids"] for row in sampled(sampler, start, 2)]
-    assert [row["response_ids"] for row in captured(out, arm, 2)] != with_start
+    with_start = sampled(sampler, start, 2)
+    assert [row["response_ids"] for row in captured(out, arm, 2)] != [
+        row["response_ids"] for row in with_start
+    ]
+    mean = sum(row["score"] for row in with_start) / len(with_start)
+    assert figures(out, "start")[1]["reward"] == pytest.approx(mean)
     assert [line["replay"]["replay/lag_max"] for line in figures(out, arm)] == [0, 0]
 
 
@@ -120,6 +124,7 @@ def test_an_arm_trains_on_the_shortest_of_a_plain_sort(
     """The rows trained on are the k shortest of each captured group, and the figures are theirs."""
     out, table = played
     lines = figures(out, arm)
+    assert len(lines) == ROUNDS
     for step, line in enumerate(lines, 1):
         rows = captured(out, arm, step)
         groups = defaultdict(list)
@@ -140,13 +145,13 @@ def test_an_arm_trains_on_the_shortest_of_a_plain_sort(
 
 
 def test_the_plot_has_a_line_an_arm_in_each_panel(played: tuple[Path, str]) -> None:
-    """The drawing is whole SVG, two lines a panel."""
+    """The drawing is whole SVG: a line an arm, and one for the start where nothing is trained."""
     from xml.etree import ElementTree
 
     drawn = ElementTree.fromstring((played[0] / "loop.svg").read_text())
     panels = [g for g in drawn if g.tag.endswith("g")]
     lines = [sum(part.tag.endswith("polyline") for part in panel) for panel in panels]
-    assert lines == [2, 2, 2, 2, 2, 0]
+    assert lines == [3, 3, 3, 2, 2, 0]
 
 
 def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
